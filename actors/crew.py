@@ -1,0 +1,241 @@
+"""The actors of one run: made together, started side by side, closed together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from loguru import logger
+from ray.actor import ActorHandle
+
+from areal_ray.actors.checkpoint_engine import (
+    CheckpointEngineManager,
+    EngineMember,
+    UpdateReport,
+)
+from areal_ray.actors.generation import GenerationActor
+from areal_ray.actors.rollout_controller import ControllerSpec, RolloutController
+from areal_ray.actors.rollout_worker import RolloutWorker, WorkerSpec
+from areal_ray.actors.trainer import TrainerActor
+from areal_ray.actors.trajectory_queue import TrajectoryQueue
+from areal_ray.config import Config
+from areal_ray.deadlines import within
+from areal_ray.generation.engine import EngineSpec
+from areal_ray.placement import Reservation
+from areal_ray.training import TrainerSpec
+from areal_ray.types import Prompt, WeightVersion
+
+CLOSE_TIMEOUT_S = 20.0
+QUEUE_MAX_BYTES = 8 * 2**30
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the user brings: prompts, how an episode goes and how it is scored."""
+
+    prompts: Sequence[Prompt]
+    packed_workflow: bytes
+    packed_reward: bytes
+
+
+class Crew:
+    trainer: ActorHandle
+    queue: ActorHandle
+    controller: ActorHandle
+    manager: ActorHandle
+
+    def __init__(
+        self, config: Config, task: Task, *, model_path: str, run_dir: Path, seats: Reservation
+    ) -> None:
+        """Make the actors whose places are known. None of them does anything yet."""
+        self._config = config
+        self._task = task
+        self._engine_names = [f"engine-{index}" for index in range(config.generation.engines)]
+        self.engines = [
+            GenerationActor.options(name=name, **vars(slot)).remote(
+                _engine_spec(config, name, model_path)
+            )
+            for name, slot in zip(self._engine_names, seats.slots("engine"), strict=True)
+        ]
+        self.queue = TrajectoryQueue.options(name="trajectory-queue", num_cpus=0).remote(
+            max_groups=config.rollout.max_concurrent_groups,
+            max_bytes=QUEUE_MAX_BYTES,
+            max_staleness=config.rollout.max_staleness,
+        )
+        (trainer_slot,) = seats.slots("trainer")
+        self.trainer = TrainerActor.options(name="trainer", **vars(trainer_slot)).remote(
+            _trainer_spec(config, model_path), self.queue, str(run_dir)
+        )
+        self._workers = [
+            RolloutWorker.options(name=f"worker-{index}", num_cpus=0).remote(
+                _worker_spec(config, task, model_path), self.queue
+            )
+            for index in range(config.rollout.workers)
+        ]
+        self._others: list[ActorHandle] = []
+
+    async def start(self) -> None:
+        """Engines, workers and trainer side by side (the trainer with its supervised phase);
+        then the first weights go to the engines, and rollout begins."""
+        timeout_s = self._config.generation.startup_timeout_s
+        async with asyncio.TaskGroup() as tasks:
+            addresses = [
+                tasks.create_task(within(timeout_s, engine.start.remote(), who=name, doing="start"))
+                for name, engine in zip(self._engine_names, self.engines, strict=True)
+            ]
+            for worker in self._workers:
+                tasks.create_task(
+                    within(timeout_s, worker.ready.remote(), who="a rollout worker", doing="start")
+                )
+            tasks.create_task(self._start_trainer())
+        self._make_control_plane([address.result() for address in addresses])
+        await self.update_weights(0)
+        await self._ask(self.controller.start.remote(), "the controller", "start")
+
+    async def update_weights(self, version: WeightVersion) -> UpdateReport:
+        """Carry the trainer's weights to every engine, then let the controller know."""
+        report = await within(
+            3 * self._config.weights.timeout_s,
+            self.manager.update_weights.remote(version),
+            who="the checkpoint engine manager",
+            doing=f"weight update {version}",
+        )
+        await self._ask(
+            self.controller.commit_version.remote(version), "the controller", "taking a version"
+        )
+        return report
+
+    async def stop_rollout(self) -> None:
+        """No new groups, and nobody waits for a batch any more."""
+        await self.controller.close.remote()
+        await self.queue.close.remote()
+
+    async def close(self) -> None:
+        """Ask all to let go of what they hold; then end them, whether they did or not."""
+        closing = [
+            *(engine.close.remote() for engine in self.engines),
+            *(worker.close.remote() for worker in self._workers),
+            self.trainer.close.remote(),
+        ]
+        outcomes = await asyncio.gather(
+            *(
+                within(CLOSE_TIMEOUT_S, call, who="an actor", doing="its shutdown")
+                for call in closing
+            ),
+            return_exceptions=True,
+        )
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                logger.debug("while closing: {}", outcome)
+        self.kill()
+
+    def kill(self) -> None:
+        for actor in (*self.engines, *self._workers, self.trainer, self.queue, *self._others):
+            ray.kill(actor)
+
+    async def _start_trainer(self) -> None:
+        warmup = self._config.warmup
+        await within(
+            self._config.generation.startup_timeout_s,
+            self.trainer.start.remote(),
+            who="the trainer",
+            doing="start",
+        )
+        if warmup.steps:
+            await within(
+                self._config.trainer.step_timeout_s,
+                self.trainer.warm_up.remote(list(self._task.prompts), warmup),
+                who="the trainer",
+                doing="the supervised warm-up (trainer.step_timeout_s)",
+            )
+
+    def _make_control_plane(self, addresses: Sequence[str]) -> None:
+        config = self._config
+        named = list(zip(self._engine_names, self.engines, strict=True))
+        self.controller = RolloutController.options(name="rollout-controller", num_cpus=0).remote(
+            _controller_spec(config), self._task.prompts, named, self._workers, self.queue
+        )
+        self.manager = CheckpointEngineManager.options(
+            name="checkpoint-engine-manager", num_cpus=0
+        ).remote(
+            self.trainer,
+            [
+                EngineMember(
+                    name=name,
+                    handle=handle,
+                    address=address,
+                    workers=config.generation.tensor_parallel,
+                )
+                for (name, handle), address in zip(named, addresses, strict=True)
+            ],
+            backend="nccl" if config.device == "cuda" else "gloo",
+            bucket_bytes=int(config.weights.bucket_mib * 2**20),
+            timeout_s=config.weights.timeout_s,
+        )
+        self._others = [self.controller, self.manager]
+
+    async def _ask(self, call: Awaitable[object], who: str, doing: str) -> object:
+        return await within(self._config.weights.timeout_s, call, who=who, doing=doing)
+
+
+def _engine_spec(config: Config, name: str, model_path: str) -> EngineSpec:
+    generation = config.generation
+    samples_in_flight = config.rollout.max_concurrent_groups * config.rollout.samples
+    return EngineSpec(
+        name=name,
+        model_path=model_path,
+        dtype=config.model.dtype,
+        device=config.device,
+        max_model_len=config.max_model_len,
+        max_samples=min(1024, -(-samples_in_flight // generation.engines)),
+        tensor_parallel=generation.tensor_parallel,
+        kv_cache_gib=generation.kv_cache_gib,
+        gpu_memory=generation.gpu_memory,
+        trust_remote_code=config.model.trust_remote_code,
+        seed=config.seed,
+    )
+
+
+def _trainer_spec(config: Config, model_path: str) -> TrainerSpec:
+    return TrainerSpec(
+        model_path=model_path,
+        trust_remote_code=config.model.trust_remote_code,
+        device=config.device,
+        dtype=config.model.dtype,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        temperature=config.generation.temperature,
+        seed=config.seed,
+        trainer=config.trainer,
+        algorithm=config.algorithm,
+    )
+
+
+def _worker_spec(config: Config, task: Task, model_path: str) -> WorkerSpec:
+    return WorkerSpec(
+        model_path=model_path,
+        trust_remote_code=config.model.trust_remote_code,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        packed_workflow=task.packed_workflow,
+        packed_reward=task.packed_reward,
+        reward_processes=config.reward.processes,
+        reward_timeout_s=config.reward.timeout_s,
+        request_timeout_s=config.generation.request_timeout_s,
+    )
+
+
+def _controller_spec(config: Config) -> ControllerSpec:
+    return ControllerSpec(
+        samples=config.rollout.samples,
+        sampling=config.sampling,
+        groups_per_step=config.trainer.groups_per_step,
+        max_staleness=config.rollout.max_staleness,
+        max_concurrent_groups=config.rollout.max_concurrent_groups,
+        max_failed_groups=config.rollout.max_failed_groups,
+        probe_every_s=config.generation.probe_every_s,
+        probe_timeout_s=config.generation.probe_timeout_s,
+        shuffle=config.data.shuffle,
+        seed=config.seed,
+    )

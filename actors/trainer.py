@@ -1,0 +1,198 @@
+"""TrainerActor: one rank of the trainer.
+
+It awaits its batches from the queue and answers at any time: all computing happens in one
+thread of its own, all writing in another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import ray
+from ray.actor import ActorHandle
+
+from areal_ray.config import WarmupConfig
+from areal_ray.observability.jsonl import JsonlWriter
+from areal_ray.training import PolicyTrainer, StepMetrics, TrainerSpec
+from areal_ray.types import Prompt, TrajectoryGroup, WeightVersion
+from areal_ray.weights.layout import WeightManifest, manifest_of
+from areal_ray.weights.sender import send
+from areal_ray.weights.transport import GroupMember, Rendezvous, TransferGroup
+
+T = TypeVar("T")
+
+
+class TrainReport(msgspec.Struct, frozen=True):
+    """One optimizer step: what it was made of and what it measured."""
+
+    step: int
+    groups: int
+    samples: int
+    mean_reward: float
+    mean_response_tokens: float
+    mean_staleness: float
+    max_staleness: int
+    waited_s: float
+    """How long the trainer waited for its batch."""
+    metrics: StepMetrics
+    group_ids: list[int]
+
+
+class RolloutRecord(msgspec.Struct, frozen=True):
+    """A line of rollouts.jsonl."""
+
+    step: int
+    group: int
+    prompt: str
+    answer: str | None
+    text: str
+    reward: float
+    finish_reason: str
+    prompt_tokens: list[int]
+    tokens: list[int]
+    versions: list[int]
+
+
+class SendingPlan(msgspec.Struct, frozen=True):
+    """Where the engines meet the trainer, and what it will send them."""
+
+    host: str
+    port: int
+    manifest: WeightManifest
+
+
+@ray.remote(max_concurrency=64)
+class TrainerActor:
+    def __init__(self, spec: TrainerSpec, queue: ActorHandle, run_dir: str) -> None:
+        self._spec = spec
+        self._queue = queue
+        self._run_dir = Path(run_dir)
+        self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        self._trainer: PolicyTrainer | None = None
+        self._rollouts: JsonlWriter[tuple[int, list[TrajectoryGroup]]] | None = None
+        self._rendezvous: Rendezvous | None = None
+        self._group: TransferGroup | None = None
+        self._manifest: WeightManifest | None = None
+
+    async def start(self) -> None:
+        self._trainer = await self._in_thread(lambda: PolicyTrainer(self._spec))
+        self._rollouts = JsonlWriter(self._run_dir / "rollouts.jsonl", _rollout_records)
+
+    async def warm_up(self, prompts: Sequence[Prompt], warmup: WarmupConfig) -> float:
+        """The supervised phase; returns its last loss."""
+        trainer = self._started
+        return await self._in_thread(
+            lambda: trainer.warm_up(prompts, steps=warmup.steps, batch=warmup.batch, lr=warmup.lr)
+        )
+
+    async def train_step(self, step: int, version: WeightVersion) -> TrainReport:
+        """Take a batch, learn from it, let it go."""
+        began = time.perf_counter()
+        groups_per_step = self._spec.trainer.groups_per_step
+        lease = await self._queue.get_batch.remote(groups_per_step, version)
+        try:
+            groups: list[TrajectoryGroup] = await asyncio.gather(*lease.references)
+            waited_s = time.perf_counter() - began
+            metrics = await self._in_thread(lambda: self._started.train_on(groups))
+        except BaseException:
+            await self._queue.release.remote(lease.lease_id)
+            raise
+        await self._queue.acknowledge.remote(lease.lease_id)
+        assert self._rollouts is not None
+        self._rollouts.write((step, groups))
+        return _report(step, version, groups, waited_s, metrics)
+
+    async def sending_plan(self, bucket_bytes: int, timeout_s: float) -> SendingPlan:
+        """Open the place where engines join; the weights' names, shapes and order."""
+        if self._rendezvous is None or self._manifest is None:
+            self._rendezvous = await asyncio.to_thread(
+                Rendezvous, ray.util.get_node_ip_address(), timeout_s=timeout_s
+            )
+            import torch
+
+            self._manifest = manifest_of(
+                self._started.model.named_parameters(),
+                dtype=getattr(torch, self._spec.dtype),
+                bucket_bytes=bucket_bytes,
+            )
+        return SendingPlan(
+            host=self._rendezvous.host, port=self._rendezvous.port, manifest=self._manifest
+        )
+
+    async def send_weights(self, member: GroupMember) -> None:
+        """Broadcast the weights; returns once every member has staged them."""
+        await self._in_thread(lambda: self._send(member))
+
+    async def export(self, directory: str) -> None:
+        await self._in_thread(lambda: self._started.export(Path(directory)))
+
+    async def close(self) -> None:
+        if self._rollouts is not None:
+            await asyncio.to_thread(self._rollouts.close)
+
+    @property
+    def _started(self) -> PolicyTrainer:
+        assert self._trainer is not None
+        return self._trainer
+
+    def _send(self, member: GroupMember) -> None:
+        assert self._rendezvous is not None
+        assert self._manifest is not None
+        if self._group is None or self._group.member != member:
+            self._group = TransferGroup(member, self._rendezvous.store)
+        send(self._group, self._manifest, self._started.model.named_parameters())
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """In the one compute thread: torch keeps a pool of helpers for each thread it sees."""
+        return await asyncio.get_running_loop().run_in_executor(self._compute, work)
+
+
+def _report(
+    step: int,
+    version: WeightVersion,
+    groups: Sequence[TrajectoryGroup],
+    waited_s: float,
+    metrics: StepMetrics,
+) -> TrainReport:
+    trajectories = [t for group in groups for t in group.trajectories]
+    staleness = version - np.concatenate([t.versions[t.response_mask] for t in trajectories])
+    return TrainReport(
+        step=step,
+        groups=len(groups),
+        samples=len(trajectories),
+        mean_reward=float(np.mean([t.reward for t in trajectories])),
+        mean_response_tokens=float(np.mean([len(t.response_ids) for t in trajectories])),
+        mean_staleness=float(staleness.mean()),
+        max_staleness=int(staleness.max()),
+        waited_s=waited_s,
+        metrics=metrics,
+        group_ids=[group.group_id for group in groups],
+    )
+
+
+def _rollout_records(item: tuple[int, list[TrajectoryGroup]]) -> Iterator[RolloutRecord]:
+    step, groups = item
+    for group in groups:
+        prompt = group.prompt.text
+        if prompt is None:
+            prompt = "\n".join(f"{m.role}: {m.content}" for m in group.prompt.messages or ())
+        for trajectory in group.trajectories:
+            yield RolloutRecord(
+                step=step,
+                group=group.group_id,
+                prompt=prompt,
+                answer=group.prompt.answer,
+                text=trajectory.text,
+                reward=trajectory.reward,
+                finish_reason=trajectory.finish_reason,
+                prompt_tokens=trajectory.prompt_ids.tolist(),
+                tokens=trajectory.response_ids.tolist(),
+                versions=trajectory.versions.tolist(),
+            )

@@ -1,0 +1,3 @@
+from areal_ray.cli.main import main
+
+__all__ = ["main"]

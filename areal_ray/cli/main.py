@@ -1,0 +1,79 @@
+"""The `areal-ray` command.
+
+Exit codes: 0 done, 1 failed, 2 refused (bad command line or config), 130 or 143 stopped by a
+signal, with the model saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+
+from areal_ray import __version__
+from areal_ray.errors import ConfigError, DataError, ModelError, PluginError
+
+REFUSALS = (ConfigError, DataError, ModelError, PluginError)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    return options.command(options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="areal-ray",
+        description="Asynchronous reinforcement learning of language models on Ray.",
+    )
+    parser.add_argument("--version", action="version", version=f"areal-ray {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    train = commands.add_parser(
+        "train",
+        help="train a model as a config says",
+        description="Train a model. Joins the cluster at RAY_ADDRESS, or starts a local one.",
+        epilog="example: areal-ray train examples/arithmetic.yaml steps=50 trainer.lr=1e-4",
+    )
+    train.add_argument("config", metavar="CONFIG", help="a YAML file")
+    train.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="change a key of the config"
+    )
+    train.set_defaults(command=_train)
+    return parser
+
+
+def _train(options: argparse.Namespace) -> int:
+    from areal_ray.config import check
+    from areal_ray.config_file import load
+
+    try:
+        config = load(options.config, options.overrides)
+        check(config)
+    except ConfigError as error:
+        return refuse(error)
+    return train_and_report(config)
+
+
+def train_and_report(config, **given) -> int:
+    """Train, say on the last screen how it ended, and return the exit code."""
+    from areal_ray.run import train
+
+    try:
+        result = train(config, **given)
+    except REFUSALS as error:
+        return refuse(error)
+    except KeyboardInterrupt:
+        print("areal-ray: stopped at once; nothing was saved", file=sys.stderr)
+        return 130
+    except Exception as error:  # noqa: BLE001 - the last screen, whatever it was
+        traceback.print_exc()
+        print(f"\nareal-ray: the run failed: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    print(f"areal-ray: {result}")
+    return result.exit_code
+
+
+def refuse(error: Exception) -> int:
+    print(f"areal-ray: {error}", file=sys.stderr)
+    return 2

@@ -1,0 +1,235 @@
+"""The configuration: one tree of Structs, with a default for everything that can have one.
+
+`areal_ray.config_file.load` reads a file into it, strictly. `check` refuses combinations that
+can't work; `resolve` fills in what follows from the rest. Both run before any actor starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from areal_ray.errors import ConfigError
+from areal_ray.types import Sampling
+
+Count = Annotated[int, Meta(ge=1)]
+CountOrZero = Annotated[int, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+Fraction = Annotated[float, Meta(gt=0, le=1)]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A part of the configuration."""
+
+
+class ModelConfig(Section):
+    path: str | None = None
+    """A Hugging Face model directory or hub name."""
+    factory: str | None = None
+    """Instead of `path`: `file.py:function`, called with an empty directory to save a model in."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """`auto`: bfloat16 on GPUs, float32 on CPUs."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Off, unless you trust its author."""
+
+
+class DataConfig(Section):
+    train: str | None = None
+    """Prompts: a `.jsonl` file, or `file.py:function` that returns them."""
+    held_out: str | None = None
+    """Prompts for evaluation, never trained on."""
+    max_prompt_tokens: Count = 1024
+    """A longer prompt is refused."""
+    shuffle: bool = True
+    """Draw each epoch in another order, fixed by `seed`."""
+
+
+class RewardConfig(Section):
+    function: str | None = None
+    """`file.py:function` of a `Prompt` and a `Completion` that gives a number."""
+    processes: Count = 1
+    """How many processes score beside each rollout worker."""
+    timeout_s: Positive = 30.0
+    """A reward that takes longer has failed: its process is killed and replaced."""
+
+
+class WarmupConfig(Section):
+    steps: CountOrZero = 0
+    """Supervised steps on the prompts' answers before reinforcement learning."""
+    batch: Count = 64
+    """Answers per supervised step."""
+    lr: Positive = 1e-5
+
+
+class GenerationConfig(Section):
+    engines: Count = 1
+    """vLLM engines in the pool."""
+    tensor_parallel: Count = 1
+    """GPUs per engine."""
+    max_new_tokens: Count = 512
+    temperature: NotNegative = 1.0
+    kv_cache_gib: Positive | None = None
+    """KV cache per engine. Derived: 0.0625 on CPUs; on GPUs what `gpu_memory` leaves."""
+    gpu_memory: Fraction = 0.85
+    """The part of a GPU's memory that an engine may take."""
+    startup_timeout_s: Positive = 900.0
+    request_timeout_s: Positive = 900.0
+    """One generation call, a whole group, must end within this."""
+    probe_every_s: Positive = 15.0
+    """How often an engine proves that it still generates."""
+    probe_timeout_s: Positive = 120.0
+
+
+class RolloutConfig(Section):
+    samples: Count = 8
+    """Samples per prompt: the size of a group."""
+    max_staleness: CountOrZero = 2
+    """How many versions old a token may be when it is trained on. 0: synchronous."""
+    max_concurrent_groups: Count | None = None
+    """Derived: all that `max_staleness` lets start."""
+    workers: Count = 1
+    """Processes that run episodes."""
+    workflow: str = "single_turn"
+    """What an episode is: a name, or `file.py:function`."""
+    max_failed_groups: CountOrZero = 16
+    """More failures than this end the run, with the first one as the cause."""
+
+
+class AlgorithmConfig(Section):
+    advantage: str = "grpo"
+    loss: str = "ppo"
+    clip_low: Positive = 0.2
+    clip_high: Positive = 0.28
+
+
+class TrainerConfig(Section):
+    groups_per_step: Count = 32
+    """Groups in one optimizer step."""
+    lr: Positive = 1e-6
+    lr_warmup_steps: CountOrZero = 10
+    beta1: NotNegative = 0.9
+    beta2: NotNegative = 0.95
+    weight_decay: NotNegative = 0.0
+    max_grad_norm: Positive = 1.0
+    micro_batch_tokens: Count = 16384
+    """Tokens in one forward and backward pass; the result does not depend on it."""
+    step_timeout_s: Positive = 1800.0
+
+
+class WeightsConfig(Section):
+    bucket_mib: Positive = 256.0
+    """Weights travel in buffers of this size."""
+    timeout_s: Positive = 300.0
+    """One weight update must reach every engine within this."""
+
+
+class EvaluationConfig(Section):
+    every: CountOrZero = 0
+    """Evaluate after each this many steps, besides at the start and the end. 0: only there."""
+    prompts: Count | None = None
+    """How many of the held-out prompts to use. Derived: all of them."""
+    timeout_s: Positive = 1800.0
+
+
+class Config(Section):
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+    """What the run is called; its files go to `<runs_dir>/<name>`."""
+    runs_dir: str = "runs"
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: GPUs if the cluster has any."""
+    steps: Count = 100
+    """Optimizer steps of reinforcement learning, at most."""
+    goal: float | None = None
+    """Stop as soon as an evaluation's mean reward is this high."""
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    reward: RewardConfig = RewardConfig()
+    warmup: WarmupConfig = WarmupConfig()
+    generation: GenerationConfig = GenerationConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    weights: WeightsConfig = WeightsConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(
+            max_new_tokens=self.generation.max_new_tokens, temperature=self.generation.temperature
+        )
+
+    @property
+    def max_model_len(self) -> int:
+        return self.data.max_prompt_tokens + self.generation.max_new_tokens
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.runs_dir) / self.name
+
+
+def check(config: Config, *, held_out_given: bool = False) -> None:
+    """Refuse what is well formed but can't work, naming all of it at once.
+
+    `held_out_given`: the held-out prompts come from the caller, not from a file.
+    """
+    problems = list(_problems(config, held_out_given or config.data.held_out is not None))
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _problems(config: Config, has_held_out: bool) -> Iterator[str]:
+    model, evaluation = config.model, config.evaluation
+    if (model.path is None) == (model.factory is None):
+        yield "model: expected exactly one of `path` and `factory`"
+    if not has_held_out and evaluation.every:
+        yield "evaluation.every: needs `data.held_out`, the prompts to evaluate on"
+    if not has_held_out and config.goal is not None:
+        yield "goal: needs `data.held_out`, the prompts it is measured on"
+    if config.goal is not None and not evaluation.every:
+        yield "goal: needs `evaluation.every`, how often to look whether it is reached"
+    if config.rollout.samples == 1 and config.algorithm.advantage == "grpo":
+        yield (
+            "rollout.samples: expected an integer >= 2, got 1: `grpo` compares the samples of a "
+            "prompt with each other, and one alone has an advantage of zero"
+        )
+    if config.generation.temperature == 0:
+        yield (
+            "generation.temperature: expected a number > 0, got 0: greedy samples of a prompt "
+            "are all alike, and there is nothing to learn from them"
+        )
+    limit = config.rollout.max_concurrent_groups
+    if limit is not None and limit < config.trainer.groups_per_step and _is_synchronous(config):
+        yield (
+            f"rollout.max_concurrent_groups: expected an integer >= "
+            f"{config.trainer.groups_per_step} (trainer.groups_per_step) with "
+            f"`max_staleness: 0`, got {limit}"
+        )
+    if config.device == "cpu" and config.generation.tensor_parallel > 1:
+        yield (
+            "generation.tensor_parallel: expected 1 with `device: cpu`, got "
+            f"{config.generation.tensor_parallel}"
+        )
+
+
+def _is_synchronous(config: Config) -> bool:
+    return config.rollout.max_staleness == 0
+
+
+def resolve(config: Config, *, device: Literal["cpu", "cuda"]) -> Config:
+    """The same configuration with everything derived that was left open."""
+    replace = msgspec.structs.replace
+    generation, rollout, model = config.generation, config.rollout, config.model
+    if model.dtype == "auto":
+        model = replace(model, dtype="bfloat16" if device == "cuda" else "float32")
+    if generation.kv_cache_gib is None and device == "cpu":
+        generation = replace(generation, kv_cache_gib=0.0625)
+    if rollout.max_concurrent_groups is None:
+        all_of_them = (rollout.max_staleness + 1) * config.trainer.groups_per_step
+        rollout = replace(rollout, max_concurrent_groups=all_of_them)
+    return replace(config, device=device, model=model, generation=generation, rollout=rollout)

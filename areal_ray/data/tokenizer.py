@@ -1,0 +1,58 @@
+"""From a prompt to token ids, and from generated ids to text. One way each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from areal_ray.errors import DataError, ModelError
+from areal_ray.types import Prompt, TokenIds
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class PromptTokenizer:
+    def __init__(self, model_path: str, *, trust_remote_code: bool, max_tokens: int) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                model_path, trust_remote_code=trust_remote_code
+            )
+        except (OSError, ValueError) as error:
+            raise ModelError(f"model.path: no tokenizer in {model_path}: {error}") from error
+        self._max_tokens = max_tokens
+
+    def encode(self, prompt: Prompt) -> TokenIds:
+        if prompt.messages is not None:
+            ids = self._tokenizer.apply_chat_template(
+                [msgspec.structs.asdict(message) for message in prompt.messages],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+            )
+        else:
+            ids = self._tokenizer(prompt.text)["input_ids"]
+        if not 0 < len(ids) <= self._max_tokens:
+            raise DataError(
+                f"a prompt of {len(ids)} tokens; expected 1 to {self._max_tokens} "
+                f"(data.max_prompt_tokens): {str(prompt.text or prompt.messages)[:120]!r}"
+            )
+        return np.asarray(ids, dtype=np.int32)
+
+    def encode_answer(self, prompt: Prompt) -> TokenIds:
+        """The answer as a model should give it, ended by the end-of-sequence token."""
+        if prompt.answer is None:
+            raise DataError(f"warmup.steps: a prompt without an answer can't be taught: {prompt!r}")
+        ids = self._tokenizer(prompt.answer, add_special_tokens=False)["input_ids"]
+        return np.asarray([*ids, self._tokenizer.eos_token_id], dtype=np.int32)
+
+    def decode(self, token_ids: TokenIds) -> str:
+        return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+
+    def save(self, directory: Path) -> None:
+        self._tokenizer.save_pretrained(directory)

@@ -1,0 +1,62 @@
+"""Every error that areal_ray raises on purpose.
+
+Each one names what was wrong, where, and what would be right; a caller can tell them apart by
+type. Whatever is not an `ArealRayError` is a defect.
+"""
+
+from __future__ import annotations
+
+
+class ArealRayError(Exception):
+    """The root of areal_ray's own errors."""
+
+
+class ConfigError(ArealRayError):
+    """The configuration is refused. Raised before anything starts."""
+
+
+class PluginError(ArealRayError):
+    """A `file.py:name` or `module:name` in the config does not lead to what it should."""
+
+
+class DataError(ArealRayError):
+    """A prompt source holds something that is not a prompt."""
+
+
+class ModelError(ArealRayError):
+    """A model directory or name can't be used."""
+
+
+class DeadlineExceeded(ArealRayError):
+    """Somebody did not answer in time."""
+
+    def __init__(self, who: str, doing: str, timeout_s: float) -> None:
+        super().__init__(who, doing, timeout_s)
+        self.who, self.doing, self.timeout_s = who, doing, timeout_s
+
+    def __str__(self) -> str:
+        return f"{self.who} did not finish {self.doing} within {self.timeout_s:g} s"
+
+
+class PlacementError(ArealRayError):
+    """The cluster can't hold what the config asks for."""
+
+
+class EngineError(ArealRayError):
+    """A generation engine failed."""
+
+
+class RewardError(ArealRayError):
+    """A reward function raised, timed out, or returned something that is no number."""
+
+
+class WeightUpdateError(ArealRayError):
+    """A weight update did not reach every engine."""
+
+
+class QueueClosed(ArealRayError):
+    """The trajectory queue gives no more batches: the run is stopping."""
+
+
+class TooManyFailures(ArealRayError):
+    """The error budget for rollouts is used up; the first failure is the cause."""

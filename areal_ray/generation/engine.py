@@ -1,0 +1,55 @@
+"""What the rest of areal_ray asks of an engine, whatever runs inside it."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import msgspec
+
+from areal_ray.types import GenerationRequest, GenerationResult, WeightVersion
+
+
+class EngineSpec(msgspec.Struct, frozen=True):
+    """How to start one engine."""
+
+    name: str
+    model_path: str
+    dtype: Literal["float32", "bfloat16"]
+    device: Literal["cpu", "cuda"]
+    max_model_len: int
+    max_samples: int
+    """Samples in flight at once, at most."""
+    tensor_parallel: int
+    kv_cache_gib: float | None
+    gpu_memory: float
+    trust_remote_code: bool
+    seed: int
+
+
+class CommitReport(msgspec.Struct, frozen=True):
+    """What a commit cost: how long generation stood still."""
+
+    engine: str
+    version: WeightVersion
+    paused_s: float
+
+
+class Engine(Protocol):
+    async def start(self) -> None: ...
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        """All samples of one prompt. A cancelled call is aborted in the engine too."""
+
+    async def probe(self) -> None:
+        """Prove that the engine generates: a health flag stays green on a wedged one."""
+
+    async def stage_weights(self, encoded_update: bytes) -> None:
+        """Begin to receive new weights beside the ones that serve; returns at once."""
+
+    async def commit_weights(self, version: WeightVersion) -> CommitReport:
+        """Pause, swap, stamp, resume. Resumes also if the swap fails."""
+
+    async def discard_weights(self) -> str:
+        """Let go of what was staged; the old weights go on serving."""
+
+    async def close(self) -> None: ...

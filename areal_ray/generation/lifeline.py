@@ -1,0 +1,36 @@
+"""An engine's processes die with the actor that owns them, however it dies.
+
+vLLM runs its engine in a process of its own. When the actor is killed, nobody is left to stop
+that process, and it keeps its memory and its GPU for ever. So each of them holds on to the
+owner's pid and ends itself as soon as the owner is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+
+OWNER_PID = "AREAL_RAY_ENGINE_OWNER_PID"
+
+
+def claim_ownership() -> None:
+    """Called in the owner, before it starts the engine: its children inherit the variable."""
+    os.environ[OWNER_PID] = str(os.getpid())
+
+
+def die_with_owner() -> None:
+    """Called in a process of the engine: end with the owner. Does nothing without one."""
+    owner = os.environ.get(OWNER_PID)
+    if owner is None or int(owner) == os.getpid():
+        return
+    try:
+        handle = os.pidfd_open(int(owner))
+    except ProcessLookupError:
+        os._exit(1)
+    threading.Thread(target=_wait_and_exit, args=(handle,), name="lifeline", daemon=True).start()
+
+
+def _wait_and_exit(owner: int) -> None:
+    select.select([owner], [], [])
+    os._exit(1)

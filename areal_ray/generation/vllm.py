@@ -1,0 +1,208 @@
+"""The real engine: vLLM's AsyncLLM.
+
+It is started and used on one event loop. Token ids go in and come out; the logprobs are those
+of the distribution that was sampled from (after the temperature); the versions are vLLM's own
+spans, exact because weights change only under a pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from areal_ray.errors import EngineError
+from areal_ray.generation.engine import CommitReport, EngineSpec
+from areal_ray.generation.lifeline import claim_ownership
+from areal_ray.types import (
+    Completion,
+    GenerationRequest,
+    GenerationResult,
+    Sampling,
+    WeightVersion,
+)
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.outputs import CompletionOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+
+class VllmEngine:
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        self._llm: AsyncLLM | None = None
+        self._probes = 0
+
+    async def start(self) -> None:
+        _set_environment(self._spec)
+        claim_ownership()
+        try:
+            self._llm = await asyncio.to_thread(_start_llm, self._spec)
+        except Exception as error:
+            raise EngineError(f"{self._spec.name} did not start: {error}") from error
+        await self._llm.update_weight_version("0")
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        final = None
+        async for output in self._engine.generate(
+            {"prompt_token_ids": request.prompt_ids.tolist()},
+            _sampling_params(request.sampling, n=request.n),
+            request.request_id,
+        ):
+            final = output
+        if final is None or len(final.outputs) != request.n:
+            raise EngineError(f"{self._spec.name} ended {request.request_id} without an answer")
+        completions = [_completion(output) for output in final.outputs]
+        return GenerationResult(
+            request_id=request.request_id, engine=self._spec.name, completions=completions
+        )
+
+    async def probe(self) -> None:
+        self._probes += 1
+        await self.generate(
+            GenerationRequest(
+                request_id=f"probe-{self._probes}",
+                prompt_ids=np.zeros(1, dtype=np.int32),
+                n=1,
+                sampling=Sampling(max_new_tokens=1, temperature=0.0),
+            )
+        )
+
+    async def stage_weights(self, encoded_update: bytes) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._engine.start_weight_update()
+        await self._engine.update_weights(
+            WeightTransferUpdateRequest(update_info={"encoded": encoded_update})
+        )
+
+    async def commit_weights(self, version: WeightVersion) -> CommitReport:
+        began = time.perf_counter()
+        try:
+            # Kept requests go on under the new weights; clearing the cache makes them, and
+            # every later prompt with the same prefix, recompute what the old weights left.
+            await self._engine.pause_generation(mode="keep", clear_cache=True)
+            await self._engine.finish_weight_update(weight_version=str(version))
+        finally:
+            await self._engine.resume_generation()
+        paused_s = time.perf_counter() - began
+        return CommitReport(engine=self._spec.name, version=version, paused_s=paused_s)
+
+    async def discard_weights(self) -> str:
+        errors = await self._engine.collective_rpc("discard_staged_weights")
+        return "; ".join(filter(None, errors))
+
+    async def close(self) -> None:
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown)
+
+    @property
+    def _engine(self) -> AsyncLLM:
+        if self._llm is None:
+            raise EngineError(f"{self._spec.name} is not started")
+        return self._llm
+
+
+def _set_environment(spec: EngineSpec) -> None:
+    """What vLLM reads from the environment, for the process it starts. An outer value wins."""
+    settings = {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
+    if os.path.isdir(spec.model_path):
+        settings["HF_HUB_OFFLINE"] = "1"
+    if spec.device == "cpu":
+        settings |= {
+            # Keeps the worker inside the engine's process: half the start-up time.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            # By default each engine pins itself to the first core.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            # The sampler is compiled on the first request otherwise, for seconds.
+            "TORCH_COMPILE_DISABLE": "1",
+        }
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+
+
+def _start_llm(spec: EngineSpec) -> AsyncLLM:
+    from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    memory = (
+        {"gpu_memory_utilization": spec.gpu_memory}
+        if spec.kv_cache_gib is None
+        else {"kv_cache_memory_bytes": int(spec.kv_cache_gib * 2**30)}
+    )
+    on_cpu = {"distributed_executor_backend": "uni", "enforce_eager": True}
+    args = AsyncEngineArgs(
+        model=spec.model_path,
+        dtype=spec.dtype,
+        max_model_len=spec.max_model_len,
+        max_num_seqs=spec.max_samples,
+        tensor_parallel_size=spec.tensor_parallel,
+        trust_remote_code=spec.trust_remote_code,
+        seed=spec.seed,
+        logprobs_mode="processed_logprobs",
+        enable_prefix_caching=True,
+        disable_log_stats=True,
+        weight_transfer_config=WeightTransferConfig(backend="areal_ray"),
+        worker_extension_cls="areal_ray.weights.vllm_backend.WorkerExtension",
+        **memory,
+        **(on_cpu if spec.device == "cpu" else {}),
+    )
+    return AsyncLLM.from_engine_args(args)
+
+
+def _sampling_params(sampling: Sampling, *, n: int) -> SamplingParams:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        n=n,
+        temperature=sampling.temperature,
+        max_tokens=sampling.max_new_tokens,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _completion(output: CompletionOutput) -> Completion:
+    token_ids = np.asarray(output.token_ids, dtype=np.int32)
+    return Completion(
+        token_ids=token_ids,
+        logprobs=_sampled_logprobs(output, token_ids),
+        versions=_versions(output),
+        finish_reason="length" if output.finish_reason == "length" else "stop",
+    )
+
+
+def _sampled_logprobs(output: CompletionOutput, token_ids: np.ndarray) -> np.ndarray:
+    """The sampled token comes first at each position."""
+    flat = output.logprobs
+    firsts = np.asarray(flat.start_indices, dtype=np.int64)
+    if not np.array_equal(np.asarray(flat.token_ids)[firsts], token_ids):
+        raise EngineError("vLLM's logprobs do not belong to its tokens")
+    return np.asarray(flat.logprobs, dtype=np.float32)[firsts]
+
+
+def _versions(output: CompletionOutput) -> np.ndarray:
+    versions = np.empty(len(output.token_ids), dtype=np.int32)
+    spans: Sequence = output.weight_versions or ()
+    covered = 0
+    for span in spans:
+        versions[span.start : span.end] = int(span.version)
+        covered += span.end - span.start
+    if covered != len(versions):
+        raise EngineError("vLLM did not stamp every token with a weight version")
+    return versions

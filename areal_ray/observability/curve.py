@@ -1,0 +1,60 @@
+"""The reward curve as a picture, from metrics.jsonl."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from areal_ray.observability.records import EvaluationRecord, Record, StepRecord
+
+
+def read_metrics(path: Path) -> list[Record]:
+    return msgspec.json.Decoder(Record).decode_lines(path.read_bytes())
+
+
+def draw_curve(metrics: Path, picture: Path, *, title: str) -> None:
+    """Training reward as a line, held-out reward as points. Blocks: call it off the loop."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    records = read_metrics(metrics)
+    steps = [record for record in records if isinstance(record, StepRecord)]
+    evaluations = [record for record in records if isinstance(record, EvaluationRecord)]
+    figure, axes = pyplot.subplots(figsize=(8, 4.2), dpi=130)
+    axes.plot(
+        [record.step for record in steps],
+        [record.reward for record in steps],
+        color="#7aa6c2",
+        linewidth=1.4,
+        label="training (sampled)",
+    )
+    if evaluations:
+        axes.plot(
+            [record.step for record in evaluations],
+            [record.reward for record in evaluations],
+            color="#c2410c",
+            marker="o",
+            markersize=4.5,
+            linewidth=1.8,
+            label="held out (greedy)",
+        )
+        for record, below in ((evaluations[0], False), (evaluations[-1], True)):
+            axes.annotate(
+                f"{record.reward:.2f}",
+                (record.step, record.reward),
+                xytext=(6, -14 if below else 8),
+                textcoords="offset points",
+                color="#c2410c",
+            )
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("mean reward")
+    axes.set_title(title, loc="left")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(picture)
+    pyplot.close(figure)

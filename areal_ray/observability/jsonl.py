@@ -1,0 +1,46 @@
+"""Append records to a JSON-lines file, off the event loop.
+
+`write` only hands the records to a thread that encodes and appends them, so nothing that is
+written holds up who writes it. `close` waits until all of it is in the file, and raises what
+went wrong there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import msgspec
+
+Item = TypeVar("Item")
+
+
+class JsonlWriter(Generic[Item]):
+    def __init__(
+        self, path: Path, records: Callable[[Item], Iterable[msgspec.Struct]] | None = None
+    ) -> None:
+        """`records` makes what is written out of an item, in the thread."""
+        self._file = path.open("ab")
+        self._records = records
+        self._encoder = msgspec.json.Encoder()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=path.name)
+        self._last: Future[None] | None = None
+
+    def write(self, item: Item) -> None:
+        if self._last is not None and self._last.done():
+            self._last.result()
+        self._last = self._thread.submit(self._append, item)
+
+    def close(self) -> None:
+        """Blocks until everything is written: call it off the event loop."""
+        self._thread.shutdown()
+        self._file.close()
+        if self._last is not None:
+            self._last.result()
+
+    def _append(self, item: Item) -> None:
+        records = [item] if self._records is None else self._records(item)
+        self._file.write(self._encoder.encode_lines(records))
+        self._file.flush()

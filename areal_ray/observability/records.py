@@ -1,0 +1,48 @@
+"""What a run writes down: one record a step and one an evaluation, in metrics.jsonl."""
+
+from __future__ import annotations
+
+import msgspec
+
+from areal_ray.types import WeightVersion
+
+
+class StepRecord(msgspec.Struct, frozen=True, tag="step", tag_field="kind"):
+    """One optimizer step with the weight update that followed it."""
+
+    step: int
+    version: WeightVersion
+    seconds: float
+    """Since training began."""
+    reward: float
+    response_tokens: float
+    tokens_per_s: float
+    """Generated since the step before, by all engines together."""
+    staleness_mean: float
+    staleness_max: int
+    queue_groups: int
+    groups_failed: int
+    groups_expired: int
+    waited_s: float
+    train_s: float
+    staged_s: float
+    pause_s: float
+    """How long generation stood still for the new weights, on the slowest engine."""
+    loss: float
+    grad_norm: float
+    lr: float
+    clipped: float
+    kl_to_behaviour: float
+
+
+class EvaluationRecord(msgspec.Struct, frozen=True, tag="evaluation", tag_field="kind"):
+    """The mean reward of greedy answers to the held-out prompts."""
+
+    step: int
+    version: WeightVersion
+    seconds: float
+    prompts: int
+    reward: float
+
+
+Record = StepRecord | EvaluationRecord

@@ -1,0 +1,3 @@
+from areal_ray.rewards.pool import Reward, RewardPool
+
+__all__ = ["Reward", "RewardPool"]

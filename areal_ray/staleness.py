@@ -1,0 +1,97 @@
+"""The ledger: how many rollout groups may start now. A pure state machine, counted in groups.
+
+A group's life: submitted -> running -> accepted | filtered | failed, and accepted -> expired
+when it grew too old in the queue before it was trained on. At every moment
+
+    submitted = running + accepted + filtered + failed + expired
+
+Admission keeps off-policyness bounded. With `version` weight updates committed, the trainer has
+consumed `version` batches; whatever is accepted or running beyond that waits for a later step:
+
+    capacity = min(max_concurrent - running,
+                   (max_staleness + version + 1) * batch - (accepted + running))
+
+Example: batch 4, max_staleness 1, version 0. Eight groups may be on their way (4 for this step,
+4 for the next, which will then be one version old). When version 1 is committed, four more may
+start. With max_staleness 0 only the current step's batch is ever on its way: that is
+synchronous training, by the same code.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from areal_ray.types import WeightVersion
+
+
+class LedgerCounts(msgspec.Struct, frozen=True):
+    version: WeightVersion
+    submitted: int
+    running: int
+    accepted: int
+    filtered: int
+    failed: int
+    expired: int
+
+
+class StalenessLedger:
+    def __init__(self, *, batch: int, max_staleness: int, max_concurrent: int) -> None:
+        self._batch = batch
+        self._max_staleness = max_staleness
+        self._max_concurrent = max_concurrent
+        self._version: WeightVersion = 0
+        self._running = self._accepted = self._filtered = self._failed = self._expired = 0
+
+    @property
+    def capacity(self) -> int:
+        by_staleness = (self._max_staleness + self._version + 1) * self._batch - (
+            self._accepted + self._running
+        )
+        return max(0, min(self._max_concurrent - self._running, by_staleness))
+
+    @property
+    def counts(self) -> LedgerCounts:
+        ended = self._accepted + self._filtered + self._failed + self._expired
+        return LedgerCounts(
+            version=self._version,
+            submitted=self._running + ended,
+            running=self._running,
+            accepted=self._accepted,
+            filtered=self._filtered,
+            failed=self._failed,
+            expired=self._expired,
+        )
+
+    def submit(self) -> None:
+        if self.capacity < 1:
+            raise ValueError("a group was submitted beyond the ledger's capacity")
+        self._running += 1
+
+    def accept(self) -> None:
+        self._end_running()
+        self._accepted += 1
+
+    def filter(self) -> None:
+        self._end_running()
+        self._filtered += 1
+
+    def fail(self) -> None:
+        self._end_running()
+        self._failed += 1
+
+    def expire(self) -> None:
+        """An accepted group was too old to train on: its place is free again."""
+        if self._accepted < 1:
+            raise ValueError("a group expired that was never accepted")
+        self._accepted -= 1
+        self._expired += 1
+
+    def commit(self, version: WeightVersion) -> None:
+        if version < self._version:
+            raise ValueError(f"version {version} committed after version {self._version}")
+        self._version = version
+
+    def _end_running(self) -> None:
+        if self._running < 1:
+            raise ValueError("a group ended that was not running")
+        self._running -= 1

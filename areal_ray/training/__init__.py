@@ -1,0 +1,3 @@
+from areal_ray.training.trainer import PolicyTrainer, StepMetrics, TrainerSpec
+
+__all__ = ["PolicyTrainer", "StepMetrics", "TrainerSpec"]

@@ -1,0 +1,214 @@
+"""One rank of the trainer: forward, backward, step. Knows nothing of Ray or event loops.
+
+Supervised and policy steps are the same step with another loss per token. Every method blocks
+while it computes: the actor calls them in a thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from areal_ray.algorithms import ADVANTAGES, POLICY_LOSSES, LossInputs
+from areal_ray.config import AlgorithmConfig, TrainerConfig
+from areal_ray.data.tokenizer import PromptTokenizer
+from areal_ray.training.model import CausalModel
+from areal_ray.training.packing import LearnedSequence, MicroBatch, pack
+from areal_ray.types import Prompt, Trajectory, TrajectoryGroup
+
+
+class TrainerSpec(msgspec.Struct, frozen=True):
+    model_path: str
+    trust_remote_code: bool
+    device: str
+    dtype: str
+    """What the engines and the exported model get; training itself is in float32."""
+    max_prompt_tokens: int
+    temperature: float
+    seed: int
+    trainer: TrainerConfig
+    algorithm: AlgorithmConfig
+
+
+class StepMetrics(msgspec.Struct, frozen=True):
+    """What one policy step measured. Means are over samples, fractions over learned tokens."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    clipped: float
+    kl_to_behaviour: float
+    """k3 estimate of KL(behaviour || current): how far off-policy the batch was."""
+    seconds: float
+
+
+class PolicyTrainer:
+    def __init__(self, spec: TrainerSpec) -> None:
+        torch.manual_seed(spec.seed)
+        self._spec = spec
+        self._advantage = ADVANTAGES[spec.algorithm.advantage]
+        self._loss = POLICY_LOSSES[spec.algorithm.loss]
+        self.model = CausalModel(
+            spec.model_path,
+            device=torch.device(spec.device),
+            trust_remote_code=spec.trust_remote_code,
+        )
+        self.tokenizer = PromptTokenizer(
+            spec.model_path,
+            trust_remote_code=spec.trust_remote_code,
+            max_tokens=spec.max_prompt_tokens,
+        )
+        self._optimizer = self._new_optimizer(spec.trainer.lr)
+        self._steps = 0
+
+    def warm_up(self, prompts: Sequence[Prompt], *, steps: int, batch: int, lr: float) -> float:
+        """Supervised steps on the prompts' answers; returns the last loss."""
+        rng = np.random.default_rng(self._spec.seed)
+        sequences = [self._supervised_sequence(prompt) for prompt in prompts]
+        optimizer, loss = self._new_optimizer(lr), float("nan")
+        for step in range(steps):
+            chosen = rng.choice(len(sequences), size=min(batch, len(sequences)), replace=False)
+            # Up over the first tenth, down to zero at the end.
+            scale = min(1.0, (step + 1) / max(1, steps // 10)) * (1 - step / steps)
+            loss, _ = self._step(
+                optimizer,
+                lr * scale,
+                [sequences[i] for i in chosen],
+                lambda _, logprobs: -logprobs,
+                temperature=1.0,
+            )
+        return loss
+
+    def train_on(self, groups: Sequence[TrajectoryGroup]) -> StepMetrics:
+        """One optimizer step on these groups."""
+        began = time.perf_counter()
+        tally = _Tally()
+
+        def policy_loss(batch: MicroBatch, logprobs: Tensor) -> Tensor:
+            outputs = self._loss(
+                LossInputs(
+                    logprobs=logprobs,
+                    behaviour_logprobs=batch.behaviour_logprobs,
+                    advantages=batch.advantages,
+                    clip_low=self._spec.algorithm.clip_low,
+                    clip_high=self._spec.algorithm.clip_high,
+                )
+            )
+            tally.add(outputs.clipped, logprobs.detach() - batch.behaviour_logprobs)
+            return outputs.per_token
+
+        self._steps += 1
+        config = self._spec.trainer
+        lr = config.lr * min(1.0, self._steps / max(1, config.lr_warmup_steps))
+        loss, grad_norm = self._step(
+            self._optimizer,
+            lr,
+            self._policy_sequences(groups),
+            policy_loss,
+            temperature=self._spec.temperature,
+        )
+        return StepMetrics(
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            tokens=tally.tokens,
+            clipped=tally.clipped / max(1, tally.tokens),
+            kl_to_behaviour=tally.kl / max(1, tally.tokens),
+            seconds=time.perf_counter() - began,
+        )
+
+    def export(self, directory: Path) -> None:
+        """Save a Hugging Face directory that transformers and vLLM load as it is."""
+        dtype: torch.dtype = getattr(torch, self._spec.dtype)
+        state = {name: tensor.to(dtype) for name, tensor in self.model.module.state_dict().items()}
+        self.model.module.save_pretrained(directory, state_dict=state)
+        self.tokenizer.save(directory)
+
+    def _step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        lr: float,
+        sequences: Sequence[LearnedSequence],
+        loss_per_token: Callable[[MicroBatch, Tensor], Tensor],
+        *,
+        temperature: float,
+    ) -> tuple[float, float]:
+        """The mean loss over all learned tokens, and the norm of its gradient."""
+        tokens = max(1, sum(int(s.learned.sum()) for s in sequences))
+        total = 0.0
+        for batch in pack(sequences, budget_tokens=self._spec.trainer.micro_batch_tokens):
+            batch = batch.to(self.model.device)
+            logprobs = self.model.logprobs(batch, temperature=temperature)
+            loss = loss_per_token(batch, logprobs).sum() / tokens
+            loss.backward()
+            total += float(loss.detach())
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.model.module.parameters(), self._spec.trainer.max_grad_norm
+        )
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return total, float(norm)
+
+    def _policy_sequences(self, groups: Sequence[TrajectoryGroup]) -> list[LearnedSequence]:
+        trajectories = [t for group in groups for t in group.trajectories]
+        group_ids = [group.group_id for group in groups for _ in group.trajectories]
+        advantages = self._advantage(
+            torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
+            torch.tensor(group_ids),
+        )
+        return [
+            _policy_sequence(trajectory, advantage)
+            for trajectory, advantage in zip(trajectories, advantages.tolist(), strict=True)
+        ]
+
+    def _supervised_sequence(self, prompt: Prompt) -> LearnedSequence:
+        prompt_ids = self.tokenizer.encode(prompt)
+        answer_ids = self.tokenizer.encode_answer(prompt)
+        return LearnedSequence(
+            token_ids=np.concatenate([prompt_ids, answer_ids]),
+            learned=np.repeat([False, True], [len(prompt_ids), len(answer_ids)]),
+            behaviour_logprobs=np.zeros(len(answer_ids), dtype=np.float32),
+            advantage=1.0,
+        )
+
+    def _new_optimizer(self, lr: float) -> torch.optim.Optimizer:
+        config = self._spec.trainer
+        return torch.optim.AdamW(
+            self.model.module.parameters(),
+            lr=lr,
+            betas=(config.beta1, config.beta2),
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+
+
+class _Tally:
+    """Sums over the learned tokens of a step, whatever its split into micro-batches."""
+
+    def __init__(self) -> None:
+        self.tokens, self.clipped, self.kl = 0, 0.0, 0.0
+
+    def add(self, clipped: Tensor, log_ratio: Tensor) -> None:
+        self.tokens += clipped.numel()
+        self.clipped += float(clipped.sum())
+        self.kl += float((log_ratio.exp() - 1 - log_ratio).sum())
+
+
+def _policy_sequence(trajectory: Trajectory, advantage: float) -> LearnedSequence:
+    made = trajectory.response_mask
+    not_prompt = np.concatenate([np.zeros(len(trajectory.prompt_ids), dtype=np.bool_), made])
+    return LearnedSequence(
+        token_ids=np.concatenate([trajectory.prompt_ids, trajectory.response_ids]),
+        learned=not_prompt,
+        behaviour_logprobs=trajectory.logprobs[made],
+        advantage=advantage,
+    )

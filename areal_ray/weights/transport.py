@@ -1,0 +1,88 @@
+"""The group over which weights are broadcast: the trainer is rank 0, the engines follow.
+
+NCCL between GPUs, gloo between CPUs, through one torch process group that leaves
+torch.distributed's global state (vLLM's own world, the trainer's) alone. Every wait has the
+group's time limit. All methods block: call them off the event loop.
+"""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from typing import Literal
+
+import msgspec
+import torch
+from torch import distributed as dist
+
+Backend = Literal["gloo", "nccl"]
+
+
+class GroupMember(msgspec.Struct, frozen=True):
+    """All that one process needs to join a group."""
+
+    host: str
+    port: int
+    """Where the group meets."""
+    address: str
+    """The member's own address, the one it listens on."""
+    group_id: str
+    rank: int
+    world_size: int
+    backend: Backend
+    timeout_s: float
+
+
+class Rendezvous:
+    """The meeting point of a group, hosted by the trainer on an address of its own node."""
+
+    def __init__(self, host: str, *, timeout_s: float) -> None:
+        self.host = host
+        # Bound here rather than by torch, which would listen on every interface.
+        self._socket = socket.create_server((host, 0))
+        self.port: int = self._socket.getsockname()[1]
+        self.store = dist.TCPStore(
+            host,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=self._socket.detach(),
+        )
+
+
+class TransferGroup:
+    """A joined group. Joining waits until all members have come."""
+
+    def __init__(self, member: GroupMember, store: dist.Store | None = None) -> None:
+        self.member = member
+        timeout = timedelta(seconds=member.timeout_s)
+        self._store = store or dist.TCPStore(
+            member.host, member.port, is_master=False, timeout=timeout
+        )
+        prefixed = dist.PrefixStore(member.group_id, self._store)
+        if member.backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._group = dist.ProcessGroupNCCL(prefixed, member.rank, member.world_size, options)
+        else:
+            options = dist.ProcessGroupGloo._Options()
+            options._timeout = timeout
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=member.address)]
+            self._group = dist.ProcessGroupGloo(prefixed, member.rank, member.world_size, options)
+
+    def broadcast(self, buffer: torch.Tensor) -> dist.Work:
+        """Rank 0's bytes go to all. Returns at once; `wait` on the result."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        return self._group.broadcast([buffer], options)
+
+    def count(self, ready: bool, device: torch.device) -> int:
+        """How many members are ready; waits until all have said so. Says so to all."""
+        votes = torch.tensor([int(ready)], dtype=torch.int64, device=device)
+        self._group.allreduce([votes], dist.AllreduceOptions()).wait()
+        return int(votes.item())
+
+    def close(self) -> None:
+        self._group.shutdown()

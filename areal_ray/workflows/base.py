@@ -1,0 +1,92 @@
+"""What a workflow is: an async function from a prompt to the trajectories of its group."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from areal_ray.data.tokenizer import PromptTokenizer
+from areal_ray.errors import PluginError
+from areal_ray.plugins import load_function
+from areal_ray.rewards import RewardPool
+from areal_ray.types import (
+    Completion,
+    GenerationRequest,
+    GenerationResult,
+    Prompt,
+    Sampling,
+    TokenIds,
+    Trajectory,
+)
+
+Generate = Callable[[GenerationRequest], Awaitable[GenerationResult]]
+
+
+class Workflow(Protocol):
+    async def __call__(self, prompt: Prompt, context: RolloutContext) -> list[Trajectory]: ...
+
+
+class RolloutContext:
+    """What a workflow works with: an engine, a tokenizer and the reward, for one group."""
+
+    def __init__(
+        self,
+        *,
+        group_id: int,
+        samples: int,
+        sampling: Sampling,
+        generate: Generate,
+        tokenizer: PromptTokenizer,
+        rewards: RewardPool,
+    ) -> None:
+        self.samples = samples
+        self.sampling = sampling
+        self._group_id = group_id
+        self._generate = generate
+        self._tokenizer = tokenizer
+        self._rewards = rewards
+        self._turns = 0
+
+    async def encode(self, prompt: Prompt) -> TokenIds:
+        return await asyncio.to_thread(self._tokenizer.encode, prompt)
+
+    async def generate(self, prompt_ids: TokenIds, *, n: int) -> list[Completion]:
+        """`n` samples that continue `prompt_ids`, with their text: one call to the engine."""
+        request_id = f"group-{self._group_id}-turn-{self._turns}"
+        self._turns += 1
+        request = GenerationRequest(
+            request_id=request_id, prompt_ids=prompt_ids, n=n, sampling=self.sampling
+        )
+        result = await self._generate(request)
+        return await asyncio.to_thread(self._with_text, result.completions)
+
+    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
+        return await self._rewards.score(prompt, completions)
+
+    def _with_text(self, completions: list[Completion]) -> list[Completion]:
+        return [
+            msgspec.structs.replace(c, text=self._tokenizer.decode(c.token_ids))
+            for c in completions
+        ]
+
+
+def load_workflow(spec: str) -> Workflow:
+    """A workflow by its name, or the user's own as `file.py:function`."""
+    from areal_ray.workflows.single_turn import single_turn
+
+    built_in: dict[str, Workflow] = {"single_turn": single_turn}
+    if spec in built_in:
+        return built_in[spec]
+    if ":" not in spec:
+        names = ", ".join(built_in)
+        raise PluginError(
+            f"rollout.workflow: expected one of {names}, or file.py:function, got {spec}"
+        )
+    function = load_function(spec)
+    if not inspect.iscoroutinefunction(function):
+        raise PluginError(f"rollout.workflow: {spec} must be an async function")
+    return function

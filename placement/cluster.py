@@ -1,0 +1,116 @@
+"""The cluster a run uses: the one that is there, or a local one of its own.
+
+Inside a submitted job, or with RAY_ADDRESS set, that cluster is joined and left as it was. Else
+a local one is started, which listens on loopback only, keeps Ray's token authentication, and is
+shut down again. In a notebook where `ray.init` was called already, that one is used.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import ray
+from ray._private import ray_constants
+
+from areal_ray.config import Config
+from areal_ray.errors import PlacementError
+from areal_ray.placement.plan import PlacementPlan, plan
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    started_here: bool
+    device: Literal["cpu", "cuda"]
+    dashboard_url: str
+
+    def leave(self) -> None:
+        """Shut down just what was started. Blocks: call it off the event loop."""
+        if self.started_here:
+            ray.shutdown()
+
+
+def connect(config: Config) -> Cluster:
+    """Join or start a cluster that can hold the run. Blocks: call it off the event loop."""
+    started_here = False
+    if not ray.is_initialized():
+        started_here = _init(config)
+    try:
+        device = _device(config)
+        _refuse_if_too_small(plan(config, device=device))
+    except PlacementError:
+        if started_here:
+            ray.shutdown()
+        raise
+    return Cluster(started_here=started_here, device=device, dashboard_url=_dashboard_url())
+
+
+def _init(config: Config) -> bool:
+    if os.environ.get("RAY_ADDRESS"):
+        try:
+            ray.init(log_to_driver=False)
+        except ConnectionError as error:
+            raise PlacementError(
+                f"RAY_ADDRESS is {os.environ['RAY_ADDRESS']}, but no cluster answers there: {error}"
+            ) from error
+        return False
+    cores = os.cpu_count() or 1
+    needed = plan(config, device="cpu").cpus if config.device != "cuda" else 0
+    with _laptop_mode():
+        ray.init(
+            address="local",
+            num_cpus=max(cores, math.ceil(needed)),
+            log_to_driver=False,
+            logging_level="ERROR",
+            dashboard_host=LOOPBACK,
+        )
+    if ray.util.get_node_ip_address() != LOOPBACK:
+        ray.shutdown()
+        raise PlacementError("this Ray can't be kept to the loopback interface; set RAY_ADDRESS")
+    return True
+
+
+@contextmanager
+def _laptop_mode() -> Iterator[None]:
+    """Make Ray listen on loopback only, as it does by itself on laptops.
+
+    Elsewhere it replaces 127.0.0.1 by the host's outer address, even when asked for it. The
+    variable is read when ray is imported, which may be long ago: so its outcome is set as well.
+    """
+    name, before = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
+    outer = os.environ.get(name)
+    os.environ[name], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+        del os.environ[name]
+        if outer is not None:
+            os.environ[name] = outer
+
+
+def _device(config: Config) -> Literal["cpu", "cuda"]:
+    if config.device != "auto":
+        return config.device
+    return "cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
+
+
+def _refuse_if_too_small(needed: PlacementPlan) -> None:
+    there = ray.cluster_resources()
+    for name, amount in (("CPU", needed.cpus), ("GPU", needed.gpus)):
+        if there.get(name, 0) < amount:
+            raise PlacementError(
+                f"the run needs {amount:g} {name}s (one trainer, "
+                f"{len(needed.indices('engine'))} engines), the cluster has {there.get(name, 0):g}"
+            )
+
+
+def _dashboard_url() -> str:
+    url = ray._private.worker.get_dashboard_url()
+    return f"http://{url}" if url else ""

@@ -1,0 +1,58 @@
+"""Bundles reserved in the cluster as one placement group: all of them or none."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from areal_ray.errors import PlacementError
+from areal_ray.placement.plan import PlacementPlan, Role
+
+RESERVE_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one actor goes, and what it may use there."""
+
+    num_cpus: float
+    num_gpus: int
+    scheduling_strategy: PlacementGroupSchedulingStrategy
+
+
+class Reservation:
+    def __init__(self, plan: PlacementPlan, group: PlacementGroup) -> None:
+        self._plan = plan
+        self._group = group
+
+    def slots(self, role: Role) -> list[Slot]:
+        return [
+            Slot(
+                num_cpus=self._plan.bundles[index].cpus,
+                num_gpus=self._plan.bundles[index].gpus,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self._group, placement_group_bundle_index=index
+                ),
+            )
+            for index in self._plan.indices(role)
+        ]
+
+    def release(self) -> None:
+        remove_placement_group(self._group)
+
+
+async def reserve(plan: PlacementPlan) -> Reservation:
+    group = placement_group([bundle.resources for bundle in plan.bundles], strategy="PACK")
+    if not await asyncio.to_thread(group.wait, RESERVE_TIMEOUT_S):
+        free = ray.available_resources()
+        remove_placement_group(group)
+        raise PlacementError(
+            f"the cluster did not free {plan.cpus:g} CPUs and {plan.gpus} GPUs within "
+            f"{RESERVE_TIMEOUT_S:g} s; free now: {free.get('CPU', 0):g} CPUs, "
+            f"{free.get('GPU', 0):g} GPUs"
+        )
+    return Reservation(plan, group)
