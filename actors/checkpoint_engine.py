@@ -20,7 +20,7 @@ from loguru import logger
 from ray.actor import ActorHandle
 
 from areal_ray.deadlines import within
-from areal_ray.errors import WeightUpdateError
+from areal_ray.errors import WeightUpdateError, described
 from areal_ray.generation.engine import CommitReport
 from areal_ray.types import WeightVersion
 from areal_ray.weights.transport import GroupMember
@@ -108,9 +108,10 @@ class CheckpointEngineManager:
                 for who, call in calls.items():
                     tasks.create_task(within(self._timeout_s, call, who=who, doing=doing))
         except* Exception as errors:  # noqa: BLE001 - raised again, as what it means here
+            first = errors.exceptions[0]
             raise WeightUpdateError(
-                f"version {version} was not staged: {errors.exceptions[0]}"
-            ) from errors.exceptions[0]
+                f"version {version} was not staged: {described(first)}"
+            ) from first
 
     async def _commit(self, version: WeightVersion) -> list[CommitReport]:
         outcomes = await asyncio.gather(
@@ -128,7 +129,7 @@ class CheckpointEngineManager:
         for engine, outcome in zip(self._engines, outcomes, strict=True):
             if isinstance(outcome, BaseException):
                 raise WeightUpdateError(
-                    f"{engine.name} did not commit version {version}: {outcome}"
+                    f"{engine.name} did not commit version {version}: {described(outcome)}"
                 ) from outcome
         return outcomes
 

@@ -37,6 +37,8 @@ class Task:
     """What the user brings: prompts, how an episode goes and how it is scored."""
 
     prompts: Sequence[Prompt]
+    demonstrations: Sequence[Prompt]
+    """For the supervised phase, if there is one."""
     packed_workflow: bytes
     packed_reward: bytes
 
@@ -147,7 +149,7 @@ class Crew:
         if warmup.steps:
             await within(
                 self._config.trainer.step_timeout_s,
-                self.trainer.warm_up.remote(list(self._task.prompts), warmup),
+                self.trainer.warm_up.remote(self._task.demonstrations, warmup),
                 who="the trainer",
                 doing="the supervised warm-up (trainer.step_timeout_s)",
             )

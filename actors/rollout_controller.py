@@ -19,7 +19,7 @@ from ray.actor import ActorHandle
 from areal_ray.actors.rollout_worker import Assignment
 from areal_ray.data import PromptSource
 from areal_ray.deadlines import within
-from areal_ray.errors import TooManyFailures
+from areal_ray.errors import TooManyFailures, described
 from areal_ray.routing import LeastLoaded
 from areal_ray.staleness import LedgerCounts, StalenessLedger
 from areal_ray.tasks import Supervisor
@@ -215,10 +215,10 @@ class RolloutController:
 
     def _spend_error_budget(self, error: Exception) -> None:
         self._failures.append(error)
-        logger.warning("a group failed ({} so far): {}", len(self._failures), error)
+        logger.warning("a group failed ({} so far): {}", len(self._failures), described(error))
         if len(self._failures) > self._spec.max_failed_groups:
             first = self._failures[0]
             raise TooManyFailures(
                 f"{len(self._failures)} groups failed, more than rollout.max_failed_groups "
-                f"({self._spec.max_failed_groups}) allows. The first: {first}"
+                f"({self._spec.max_failed_groups}) allows. The first: {described(first)}"
             ) from first

@@ -60,7 +60,9 @@ class RewardConfig(Section):
 
 class WarmupConfig(Section):
     steps: CountOrZero = 0
-    """Supervised steps on the prompts' answers before reinforcement learning."""
+    """Supervised steps on prompts with answers, before reinforcement learning."""
+    data: str | None = None
+    """The demonstrations: `.jsonl` or `file.py:function`. Derived: those of `data.train`."""
     batch: Count = 64
     """Answers per supervised step."""
     lr: Positive = 1e-5

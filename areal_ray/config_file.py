@@ -212,6 +212,7 @@ def _with_paths_from(config: Config, base: Path) -> Config:
             train=anchored(config.data.train),
             held_out=anchored(config.data.held_out),
         ),
+        warmup=replace(config.warmup, data=anchored(config.warmup.data)),
         reward=replace(config.reward, function=anchored(config.reward.function)),
         rollout=replace(config.rollout, workflow=anchored(config.rollout.workflow)),
     )

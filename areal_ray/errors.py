@@ -60,3 +60,20 @@ class QueueClosed(ArealRayError):
 
 class TooManyFailures(ArealRayError):
     """The error budget for rollouts is used up; the first failure is the cause."""
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """What really happened, under the wrappings that remote calls and groups put around it."""
+    while True:
+        inner = getattr(error, "cause", None)
+        if isinstance(error, BaseExceptionGroup):
+            inner = error.exceptions[0]
+        if not isinstance(inner, BaseException) or inner is error:
+            return error
+        error = inner
+
+
+def described(error: BaseException) -> str:
+    """The root cause in a line or two, without a traceback."""
+    cause = root_cause(error)
+    return f"{type(cause).__name__}: {cause}"

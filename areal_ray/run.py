@@ -26,7 +26,7 @@ from areal_ray.actors.trainer import TrainReport
 from areal_ray.algorithms import ADVANTAGES, POLICY_LOSSES
 from areal_ray.config import Config, check, resolve
 from areal_ray.data import load_prompts
-from areal_ray.data.source import as_prompts
+from areal_ray.data.source import as_prompts, refuse_without_answers
 from areal_ray.deadlines import within
 from areal_ray.errors import ConfigError, ModelError, PluginError, QueueClosed
 from areal_ray.observability.records import EvaluationRecord, StepRecord
@@ -52,6 +52,18 @@ class RunResult(msgspec.Struct, frozen=True):
     first_evaluation: float | None = None
     last_evaluation: float | None = None
     exit_code: int = 0
+
+    def summary(self) -> str:
+        """How it ended and where everything is, for the last screen."""
+        lines = [f"areal-ray: {self.ended} after {self.steps} steps"]
+        if self.last_evaluation is not None:
+            lines.append(
+                f"  held-out reward  {self.first_evaluation:.3f} -> {self.last_evaluation:.3f}"
+            )
+        if self.steps:
+            lines.append(f"  model            {self.directory}/model")
+        lines.append(f"  metrics, curve   {self.directory}")
+        return "\n".join(lines)
 
 
 def train(
@@ -86,6 +98,11 @@ class Run:
         if held_out is not None or config.data.held_out is not None:
             chosen = _prompts(held_out, config.data.held_out, "data.held_out")
             self._held_out = chosen[: config.evaluation.prompts]
+        self._demonstrations: list[Prompt] = []
+        if config.warmup.steps:
+            spec = config.warmup.data
+            self._demonstrations = self._prompts if spec is None else load_prompts(spec)
+            refuse_without_answers(self._demonstrations)
         self._reward = _reward(reward, config.reward.function)
         self._workflow = workflow or load_workflow(config.rollout.workflow)
         self._make_model = _model_factory(config)
@@ -141,6 +158,7 @@ class Run:
         ending.callback(seats.release)
         task = Task(
             prompts=self._prompts,
+            demonstrations=self._demonstrations,
             packed_workflow=pack(self._workflow),
             packed_reward=pack(self._reward),
         )
@@ -173,16 +191,22 @@ class _Session:
         self._stop = stop
         self._began = self._recorded = time.monotonic()
         self._tokens_recorded = 0
+        self._evaluation: asyncio.Task[EvaluationRecord] | None = None
         self.steps = 0
         self.evaluations: list[EvaluationRecord] = []
 
     async def run(self) -> Ending:
         """Learn until the end; whatever the control plane finds wrong ends it at once."""
         self._view.phase("training")
-        return await guarded(self._learn(), self._watch(), self._close_queue_when_stopped())
+        try:
+            return await guarded(self._learn(), self._watch(), self._end_rollout_when_stopped())
+        except BaseException:
+            if self._evaluation is not None:
+                self._evaluation.cancel()
+            raise
 
     async def finish(self, ended: Ending) -> None:
-        """Export the model and, at the same time, evaluate its version if that is not known."""
+        """Export the model and, at the same time, evaluate it."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(
                 within(
@@ -192,40 +216,55 @@ class _Session:
                     doing="the export (trainer.step_timeout_s)",
                 )
             )
-            known = self.evaluations and self.evaluations[-1].version == self.steps
-            if self._held_out and not known and ended != "stopped":
-                tasks.create_task(self._evaluate(self.steps))
+            if ended == "stopped":
+                await self._end_evaluation(cancel=True)
+            else:
+                self._begin_evaluation()
+                await self._end_evaluation()
 
     async def _learn(self) -> Ending:
         config, crew = self._config, self._crew
-        evaluation = self._begin_evaluation(0)
-        for step in range(1, config.steps + 1):
+        self._begin_evaluation()
+        while self.steps < config.steps:
+            step = self.steps + 1
             try:
                 report = await within(
                     config.trainer.step_timeout_s,
-                    crew.trainer.train_step.remote(step, step - 1),
+                    crew.trainer.train_step.remote(step, self.steps),
                     who="the trainer",
                     doing=f"step {step} (trainer.step_timeout_s)",
                 )
             except QueueClosed:
                 return "stopped"
             # An evaluation is of one version: the next weights wait for it, the trainer did not.
-            reached = evaluation is not None and self._is_goal(await evaluation)
+            reward = await self._end_evaluation()
             update = await crew.update_weights(step)
             self.steps = step
             await self._record(report, update)
-            if reached:
+            if reward is not None and config.goal is not None and reward >= config.goal:
                 return "goal reached"
             if self._stop.requested.is_set():
                 return "stopped"
-            due = config.evaluation.every and step % config.evaluation.every == 0
-            evaluation = self._begin_evaluation(step) if due else None
+            if config.evaluation.every and step % config.evaluation.every == 0:
+                self._begin_evaluation()
         return "all steps done"
 
-    def _begin_evaluation(self, step: int) -> asyncio.Task[EvaluationRecord] | None:
-        if not self._held_out:
+    def _begin_evaluation(self) -> None:
+        """Evaluate the version that the engines serve, unless that is done or under way."""
+        known = self.evaluations and self.evaluations[-1].step == self.steps
+        if self._held_out and not known and self._evaluation is None:
+            self._evaluation = asyncio.create_task(self._evaluate(self.steps))
+
+    async def _end_evaluation(self, *, cancel: bool = False) -> float | None:
+        """The reward of the evaluation under way, if there is one."""
+        evaluation, self._evaluation = self._evaluation, None
+        if evaluation is None:
             return None
-        return asyncio.create_task(self._evaluate(step), name=f"evaluation at step {step}")
+        if cancel:
+            evaluation.cancel()
+            await asyncio.gather(evaluation, return_exceptions=True)
+            return None
+        return (await evaluation).reward
 
     async def _evaluate(self, step: int) -> EvaluationRecord:
         evaluation = await within(
@@ -245,9 +284,6 @@ class _Session:
         self._files.record(record)
         self._view.evaluation(record)
         return record
-
-    def _is_goal(self, evaluation: EvaluationRecord) -> bool:
-        return self._config.goal is not None and evaluation.reward >= self._config.goal
 
     async def _record(self, report: TrainReport, update: UpdateReport) -> None:
         controller, queue = self._crew.controller, self._crew.queue
@@ -292,7 +328,7 @@ class _Session:
     async def _watch(self) -> None:
         await self._crew.controller.watch.remote()
 
-    async def _close_queue_when_stopped(self) -> None:
+    async def _end_rollout_when_stopped(self) -> None:
         await self._stop.requested.wait()
         self._view.phase("stopping: finishing the step, then saving")
         await within(

@@ -7,12 +7,17 @@ signal, with the model saved.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from areal_ray import __version__
-from areal_ray.errors import ConfigError, DataError, ModelError, PluginError
+from areal_ray.errors import ConfigError, DataError, ModelError, PluginError, described
+
+if TYPE_CHECKING:
+    from areal_ray.config import Config
 
 REFUSALS = (ConfigError, DataError, ModelError, PluginError)
 
@@ -55,22 +60,22 @@ def _train(options: argparse.Namespace) -> int:
     return train_and_report(config)
 
 
-def train_and_report(config, **given) -> int:
+def train_and_report(config: Config) -> int:
     """Train, say on the last screen how it ended, and return the exit code."""
     from areal_ray.run import train
 
     try:
-        result = train(config, **given)
+        result = train(config)
     except REFUSALS as error:
         return refuse(error)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         print("areal-ray: stopped at once; nothing was saved", file=sys.stderr)
         return 130
-    except Exception as error:  # noqa: BLE001 - the last screen, whatever it was
+    except Exception as error:  # noqa: BLE001 - whatever it was, it ends on the last screen
         traceback.print_exc()
-        print(f"\nareal-ray: the run failed: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"\nareal-ray: the run failed: {described(error)}", file=sys.stderr)
         return 1
-    print(f"areal-ray: {result}")
+    print(result.summary())
     return result.exit_code
 
 

@@ -38,6 +38,13 @@ def as_prompts(items: Iterable[object], *, where: str) -> list[Prompt]:
     return prompts
 
 
+def refuse_without_answers(demonstrations: Sequence[Prompt]) -> None:
+    for index, prompt in enumerate(demonstrations):
+        if prompt.answer is None:
+            shown = prompt.text or prompt.messages
+            raise DataError(f"warmup.data: item {index} has no answer to teach: {shown}")
+
+
 def _read_jsonl(path: Path) -> list[Prompt]:
     decoder = msgspec.json.Decoder(Prompt)
     prompts = []

@@ -46,8 +46,6 @@ class PromptTokenizer:
 
     def encode_answer(self, prompt: Prompt) -> TokenIds:
         """The answer as a model should give it, ended by the end-of-sequence token."""
-        if prompt.answer is None:
-            raise DataError(f"warmup.steps: a prompt without an answer can't be taught: {prompt!r}")
         ids = self._tokenizer(prompt.answer, add_special_tokens=False)["input_ids"]
         return np.asarray([*ids, self._tokenizer.eos_token_id], dtype=np.int32)
 

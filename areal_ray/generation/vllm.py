@@ -41,11 +41,10 @@ class VllmEngine:
     async def start(self) -> None:
         _set_environment(self._spec)
         claim_ownership()
-        try:
-            self._llm = await asyncio.to_thread(_start_llm, self._spec)
-        except Exception as error:
-            raise EngineError(f"{self._spec.name} did not start: {error}") from error
+        self._llm = await asyncio.to_thread(_start_llm, self._spec)
         await self._llm.update_weight_version("0")
+        # A model that loads may still not run (a head size without a kernel): find out now.
+        await self.probe()
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         final = None

@@ -22,6 +22,8 @@ from areal_ray.training.model import CausalModel
 from areal_ray.training.packing import LearnedSequence, MicroBatch, pack
 from areal_ray.types import Prompt, Trajectory, TrajectoryGroup
 
+WARMUP_LR_STEPS = 20
+
 
 class TrainerSpec(msgspec.Struct, frozen=True):
     model_path: str
@@ -69,18 +71,19 @@ class PolicyTrainer:
         self._steps = 0
 
     def warm_up(self, prompts: Sequence[Prompt], *, steps: int, batch: int, lr: float) -> float:
-        """Supervised steps on the prompts' answers; returns the last loss."""
+        """Supervised steps on the prompts' answers; returns the last loss.
+
+        The learning rate rises over the first few steps and then falls to zero at the end.
+        """
         rng = np.random.default_rng(self._spec.seed)
-        sequences = [self._supervised_sequence(prompt) for prompt in prompts]
         optimizer, loss = self._new_optimizer(lr), float("nan")
         for step in range(steps):
-            chosen = rng.choice(len(sequences), size=min(batch, len(sequences)), replace=False)
-            # Up over the first tenth, down to zero at the end.
-            scale = min(1.0, (step + 1) / max(1, steps // 10)) * (1 - step / steps)
+            chosen = rng.integers(len(prompts), size=batch)
+            scale = min(1.0, (step + 1) / WARMUP_LR_STEPS) * (1 - step / steps)
             loss, _ = self._step(
                 optimizer,
                 lr * scale,
-                [sequences[i] for i in chosen],
+                [self._supervised_sequence(prompts[i]) for i in chosen],
                 lambda _, logprobs: -logprobs,
                 temperature=1.0,
             )

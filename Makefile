@@ -1,0 +1,38 @@
+# make demo   sets up and trains the arithmetic example on the CPU
+# make test   sets up, checks the style and runs every test
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+TORCH := torch==2.13.0
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+.PHONY: demo test check setup clean
+
+demo: $(READY)
+	$(BIN)/areal-ray train examples/arithmetic.yaml
+
+test: $(READY) check
+	$(BIN)/pytest
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+setup: $(READY)
+
+# The CPU build of torch comes first: asked for by another package, torch brings gigabytes of
+# CUDA along. vLLM's CPU build pulls in four packages made for CUDA torch, with which
+# transformers does not import, and runs without them.
+$(READY): pyproject.toml setup.cfg
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c "import torch; assert torch.version.cuda is None" 2>/dev/null \
+		|| $(BIN)/pip install --quiet "$(TORCH)+cpu" \
+		|| $(BIN)/pip install --quiet "$(TORCH)" --index-url $(TORCH_CPU_INDEX)
+	$(BIN)/pip install --quiet --editable ".[cpu,dev]"
+	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
