@@ -16,9 +16,9 @@ from typing import Literal
 
 import msgspec
 import ray
-from loguru import logger
 from ray.actor import ActorHandle
 
+from areal_ray import logs
 from areal_ray.deadlines import within
 from areal_ray.errors import WeightUpdateError, described
 from areal_ray.generation.engine import CommitReport
@@ -149,4 +149,4 @@ class CheckpointEngineManager:
         )
         for engine, outcome in zip(self._engines, outcomes, strict=True):
             if outcome:
-                logger.warning("{} after an aborted update: {}", engine.name, outcome)
+                logs.warning("{} after an aborted update: {}", engine.name, outcome)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ray
-from loguru import logger
 from ray.actor import ActorHandle
 
+from areal_ray import logs
 from areal_ray.actors.checkpoint_engine import (
     CheckpointEngineManager,
     EngineMember,
@@ -131,7 +131,7 @@ class Crew:
         )
         for outcome in outcomes:
             if isinstance(outcome, Exception):
-                logger.debug("while closing: {}", outcome)
+                logs.debug("while closing: {}", outcome)
         self.kill()
 
     def kill(self) -> None:

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import msgspec
 import ray
-from loguru import logger
 from ray.actor import ActorHandle
 
+from areal_ray import logs
 from areal_ray.actors.rollout_worker import Assignment
 from areal_ray.data import PromptSource
 from areal_ray.deadlines import within
@@ -215,7 +215,7 @@ class RolloutController:
 
     def _spend_error_budget(self, error: Exception) -> None:
         self._failures.append(error)
-        logger.warning("a group failed ({} so far): {}", len(self._failures), described(error))
+        logs.warning("a group failed ({} so far): {}", len(self._failures), described(error))
         if len(self._failures) > self._spec.max_failed_groups:
             first = self._failures[0]
             raise TooManyFailures(

@@ -83,7 +83,9 @@ class TrainerActor:
 
     async def start(self) -> None:
         self._trainer = await self._in_thread(lambda: PolicyTrainer(self._spec))
-        self._rollouts = JsonlWriter(self._run_dir / "rollouts.jsonl", _rollout_records)
+        self._rollouts = await asyncio.to_thread(
+            JsonlWriter, self._run_dir / "rollouts.jsonl", _rollout_records
+        )
 
     async def warm_up(self, prompts: Sequence[Prompt], warmup: WarmupConfig) -> float:
         """The supervised phase; returns its last loss."""

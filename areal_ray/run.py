@@ -111,7 +111,7 @@ class Run:
 
     async def train(self) -> RunResult:
         """Train to the end, the goal, or the first Ctrl-C; raises what made it fail."""
-        files = RunFiles(self._config)
+        files = await asyncio.to_thread(RunFiles, self._config)
         view = open_view(files.directory.name, self._config.steps)
         try:
             with StopSignals() as stop:
@@ -153,7 +153,7 @@ class Run:
         )
         ending.push_async_callback(asyncio.to_thread, cluster.leave)
         config = resolve(self._config, device=cluster.device)
-        files.save_config(config)
+        await asyncio.to_thread(files.save_config, config)
         seats = await reserve(plan(config, device=cluster.device))
         ending.callback(seats.release)
         task = Task(

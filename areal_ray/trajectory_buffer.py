@@ -1,7 +1,10 @@
 """Finished groups between rollout and training. A pure state machine over opaque payloads.
 
-An entry's life: reserved -> waiting -> leased -> acknowledged (gone)
-                                     \\-> expired \\-> released (waiting again, in its old place)
+An entry's life:
+
+    reserved -> waiting -> leased -> acknowledged (gone)
+                      |         `-> released (waiting again, in its old place)
+                      `-> expired
 
 Groups are handed out in the order in which they were put. One whose oldest token is more than
 `max_staleness` versions behind is never handed out: it expires, and `take_expired` tells whose

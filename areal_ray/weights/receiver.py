@@ -1,7 +1,7 @@
 """The engine's side of a weight update: a staging copy, filled in a thread of its own.
 
     idle -> receiving -> staged -> (take) -> idle
-                      \-> failed -> (discard) -> idle
+                     `-> failed -> (discard) -> idle
 
 While a receiver is receiving, the engine goes on generating with the weights it has. `take`
 hands over the staged tensors, once; it raises what went wrong if they are not whole.

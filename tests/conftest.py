@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+REPO = Path(__file__).parents[1]
+EXAMPLES = REPO / "examples"
+
+
+@pytest.fixture(scope="session")
+def arithmetic() -> ModuleType:
+    """examples/arithmetic.py as a module."""
+    spec = importlib.util.spec_from_file_location("arithmetic", EXAMPLES / "arithmetic.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def tiny_model(arithmetic: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's model with its random weights."""
+    directory = tmp_path_factory.mktemp("tiny_model")
+    arithmetic.tiny_qwen(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """A local Ray cluster as `areal-ray train` starts one."""
+    import ray
+
+    from areal_ray.config_file import from_mapping
+    from areal_ray.placement import connect
+
+    cluster = connect(from_mapping({"name": "tests", "generation": {"engines": 2}}))
+    yield
+    cluster.leave()
+    assert not ray.is_initialized()
+
+
+class MarkedProcesses:
+    """Finds every process that descends from one started with `environment`, by its marker."""
+
+    def __init__(self, marker: str) -> None:
+        self.environment = {**os.environ, "AREAL_RAY_TEST_MARKER": marker}
+        self._wanted = f"AREAL_RAY_TEST_MARKER={marker}".encode()
+
+    def alive(self) -> dict[int, str]:
+        found = {}
+        for entry in Path("/proc").iterdir():
+            try:
+                if self._wanted in (entry / "environ").read_bytes().split(b"\0"):
+                    command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                    if state != "Z":
+                        found[int(entry.name)] = command.strip()
+            except (OSError, ValueError):
+                continue
+        return found
+
+
+@pytest.fixture
+def marked_processes(request: pytest.FixtureRequest) -> Iterator[MarkedProcesses]:
+    marked = MarkedProcesses(f"{request.node.name}-{os.getpid()}")
+    yield marked
+    for pid in marked.alive():
+        os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from areal_ray.cli import main
+
+
+def config(tmp_path: Path, **sections: str) -> str:
+    lines = {
+        "name": "test",
+        "model": "{factory: mine.py:model}",
+        "data": "{train: mine.py:prompts}",
+        "reward": "{function: mine.py:reward}",
+    } | sections
+    (tmp_path / "mine.py").write_text(
+        "from areal_ray import Prompt\n"
+        "def model(directory): pass\n"
+        "def prompts(): return [Prompt(text='a')]\n"
+        "def nothing(): return []\n"
+        "def reward(prompt, completion): return 1.0\n"
+        "def one_argument(prompt): return 1.0\n"
+        "def plain_workflow(prompt, context): return []\n"
+    )
+    path = tmp_path / "config.yaml"
+    path.write_text("".join(f"{key}: {value}\n" for key, value in lines.items()))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"steps": "0"}, "steps: expected an integer >= 1, got 0"),
+        ({"data": "{}"}, "data.train: missing; expected a .jsonl file or file.py:function"),
+        ({"data": "{train: mine.py:nothing}"}, "mine.py:nothing: holds no prompts"),
+        ({"data": "{train: mine.py:nobody}"}, "mine.py has no `nobody`"),
+        ({"reward": "{}"}, "reward.function: missing; expected file.py:function"),
+        (
+            {"reward": "{function: mine.py:one_argument}"},
+            "reward.function: one_argument must take a prompt and a completion: "
+            "too many positional arguments",
+        ),
+        (
+            {"rollout": "{workflow: two_turn}"},
+            "rollout.workflow: expected one of single_turn, or file.py:function, got two_turn",
+        ),
+        (
+            {"rollout": "{workflow: mine.py:plain_workflow}"},
+            "must be an async function",
+        ),
+        (
+            {"algorithm": "{loss: ppp}"},
+            'algorithm.loss: expected one of ppo, got "ppp"; did you mean `ppo`?',
+        ),
+        ({"warmup": "{steps: 3}"}, "warmup.data: item 0 has no answer to teach: a"),
+        ({"model": "{path: /}"}, "model.path: / holds no config.json"),
+    ],
+)
+def test_what_can_be_refused_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sections: dict[str, str], message: str
+) -> None:
+    arguments = ["train", config(tmp_path, **sections), f"runs_dir={tmp_path / 'runs'}"]
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("areal-ray: ")
+    assert message in said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_help_needs_neither_torch_nor_ray() -> None:
+    script = (
+        "import sys\nfrom areal_ray.cli import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit as done:\n    assert done.code == 0\n"
+        "assert not {'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from areal_ray.data import PromptSource, load_prompts
+from areal_ray.data.source import as_prompts, refuse_without_answers
+from areal_ray.data.tokenizer import PromptTokenizer
+from areal_ray.errors import DataError, PluginError
+from areal_ray.plugins import load_function, pack, unpack
+from areal_ray.types import Message, Prompt
+
+PROMPTS = [Prompt(text=str(index)) for index in range(10)]
+
+
+def draw(source: PromptSource, count: int) -> list[str]:
+    return [source.draw().text for _ in range(count)]
+
+
+def test_each_epoch_deals_every_prompt_once_in_an_order_of_its_own() -> None:
+    source = PromptSource(PROMPTS, seed=3, shuffle=True)
+    first, second = draw(source, 10), draw(source, 10)
+    assert sorted(first) == sorted(second) == [str(index) for index in range(10)]
+    assert first != second
+    assert draw(PromptSource(PROMPTS, seed=3, shuffle=True), 20) == first + second
+
+
+def test_without_shuffling_the_order_is_the_given_one() -> None:
+    source = PromptSource(PROMPTS, seed=3, shuffle=False)
+    assert draw(source, 12) == [*"0123456789", "0", "1"]
+
+
+def test_a_prompt_that_is_put_back_is_drawn_again_first() -> None:
+    source = PromptSource(PROMPTS, seed=0, shuffle=False)
+    first = source.draw()
+    source.put_back(first)
+    assert draw(source, 2) == ["0", "1"]
+
+
+def test_prompts_are_read_from_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(
+        '{"text": "2+2=", "answer": "4"}\n\n'
+        '{"messages": [{"role": "user", "content": "hi"}], "metadata": {"level": 3}}\n'
+    )
+    assert load_prompts(str(path)) == [
+        Prompt(text="2+2=", answer="4"),
+        Prompt(messages=(Message(role="user", content="hi"),), metadata={"level": 3}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "x"}', "Object contains unknown field `prompt`"),
+        ('{"answer": "x"}', "a Prompt has either text or messages"),
+        ('{"text": 3}', r"Expected `str \| null`, got `int`"),
+        ("not json", "JSON is malformed"),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_refused_with_its_number(
+    tmp_path: Path, line: str, message: str
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'{{"text": "fine"}}\n{line}\n')
+    with pytest.raises(DataError, match=f"prompts.jsonl:2: .*{message}"):
+        load_prompts(str(path))
+
+
+def test_a_source_of_something_else_is_refused() -> None:
+    with pytest.raises(DataError, match="data.train: item 1 is a str, expected a Prompt"):
+        as_prompts([Prompt(text="a"), "b"], where="data.train")
+    with pytest.raises(DataError, match="data.train: holds no prompts"):
+        as_prompts([], where="data.train")
+    with pytest.raises(DataError, match="warmup.data: item 0 has no answer to teach: a"):
+        refuse_without_answers([Prompt(text="a")])
+
+
+def test_a_function_is_found_in_a_file_and_travels_without_it(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("BONUS = 2\ndef reward(prompt, completion):\n    return BONUS\n")
+    packed = pack(load_function(f"{path}:reward"))
+    path.unlink()
+    assert unpack(packed)(None, None) == 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("mine.py", "expected file.py:function or package.module:function"),
+        ("missing.py:f", "no such file"),
+        ("no_such_package.x:f", "can't be imported"),
+        ("math:no_such", "math has no `no_such`"),
+        ("math:pi", "`pi` is a float, not a function"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_refused(spec: str, message: str) -> None:
+    with pytest.raises(PluginError, match=message):
+        load_function(spec)
+
+
+def test_a_file_that_fails_to_load_is_refused_with_its_error(tmp_path: Path) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text("1 / 0")
+    with pytest.raises(PluginError, match="failed while it was loaded: ZeroDivisionError"):
+        load_function(f"{path}:f")
+
+
+def test_a_prompt_goes_to_ids_and_an_answer_comes_back_as_text(tiny_model: Path) -> None:
+    tokenizer = PromptTokenizer(str(tiny_model), trust_remote_code=False, max_tokens=8)
+    prompt = Prompt(text="17+25=", answer="24")
+    # <pad> <eos> 0 1 2 ... 9 + =: the digit d is token d + 2, plus is 12, equals is 13.
+    assert tokenizer.encode(prompt).tolist() == [3, 9, 12, 4, 7, 13]
+    answer = tokenizer.encode_answer(prompt)
+    assert answer.tolist() == [4, 6, 1]
+    assert tokenizer.decode(answer) == "24"
+    with pytest.raises(DataError, match=r"a prompt of 9 tokens; expected 1 to 8"):
+        tokenizer.encode(Prompt(text="123456789"))
+
+
+def test_the_held_out_problems_and_their_mirror_images_are_not_trained_on(arithmetic) -> None:
+    def pairs(prompts) -> set[frozenset[str]]:
+        return {frozenset(prompt.text.rstrip("=").split("+")) for prompt in prompts}
+
+    held_out = arithmetic.held_out_problems()
+    assert len(held_out) >= 400
+    assert not pairs(held_out) & pairs(arithmetic.problems())
+    assert not pairs(held_out) & pairs(arithmetic.careless_demonstrations())

@@ -1,0 +1,152 @@
+"""One crew (a trainer, two engines, the control plane) serves all tests that only look at it."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.vllm)
+            item.add_marker(pytest.mark.timeout(600))
+
+
+class LiveCrew:
+    """A started crew and the event loop that it is awaited on."""
+
+    def __init__(self, tiny_model: Path, run_dir: Path, task) -> None:
+        from areal_ray.actors.crew import Crew
+        from areal_ray.config import resolve
+        from areal_ray.config_file import from_mapping
+        from areal_ray.placement import plan, reserve
+
+        self.config = resolve(
+            from_mapping(
+                {
+                    "name": "crew",
+                    "model": {"path": str(tiny_model)},
+                    "data": {"max_prompt_tokens": 8},
+                    "generation": {"engines": 2, "max_new_tokens": 24},
+                    "rollout": {"samples": 4, "max_staleness": 1},
+                    "trainer": {"groups_per_step": 8, "lr": 1e-3},
+                    "weights": {"bucket_mib": 0.1},
+                }
+            ),
+            device="cpu",
+        )
+        self._runner = asyncio.Runner()
+        self._seats = self.run(reserve(plan(self.config, device="cpu")))
+        self.crew = Crew(
+            self.config, task, model_path=str(tiny_model), run_dir=run_dir, seats=self._seats
+        )
+        self.run(self.crew.start())
+        self.version = 0
+
+    def run(self, work):
+        async def awaited():
+            return await work
+
+        return self._runner.run(awaited())
+
+    def train_and_update(self) -> None:
+        """One step on whatever the engines generated, and its weights to the engines."""
+        self.run(self.crew.trainer.train_step.remote(self.version + 1, self.version))
+        self.version += 1
+        self.run(self.crew.update_weights(self.version))
+
+    def close(self) -> None:
+        self.run(self.crew.close())
+        self._seats.release()
+        self._runner.close()
+
+
+@pytest.fixture(scope="session")
+def live(
+    ray_cluster: None,
+    arithmetic: ModuleType,
+    tiny_model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[LiveCrew]:
+    from areal_ray.actors.crew import Task
+    from areal_ray.plugins import pack
+    from areal_ray.workflows import single_turn
+
+    def closeness(prompt, completion) -> float:
+        return -abs(len(completion.text) - 3)
+
+    task = Task(
+        prompts=arithmetic.problems(),
+        demonstrations=(),
+        packed_workflow=pack(single_turn),
+        packed_reward=pack(closeness),
+    )
+    crew = LiveCrew(tiny_model, tmp_path_factory.mktemp("crew"), task)
+    yield crew
+    crew.close()
+
+
+class Training:
+    """`areal-ray train` in a process of its own."""
+
+    def __init__(self, environment: dict[str, str], *arguments: str) -> None:
+        self._lines: list[str] = []
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "areal_ray.cli", "train", *arguments],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def output(self) -> str:
+        return "".join(self._lines)
+
+    def read_until(self, text: str) -> None:
+        for line in self._process.stdout:
+            self._lines.append(line)
+            if text in line:
+                return
+        raise AssertionError(f"ended without {text!r}:\n{self.output}")
+
+    def wait(self, timeout_s: float = 300.0) -> int:
+        """Read to the end; returns the exit code."""
+        self._lines.append(self._process.communicate(timeout=timeout_s)[0])
+        return self._process.returncode
+
+
+@pytest.fixture
+def train(marked_processes, tmp_path: Path) -> Callable[..., Training]:
+    """Starts the arithmetic example with overrides, in `tmp_path`, findable by its marker."""
+
+    def start(*overrides: str) -> Training:
+        config = str(EXAMPLES / "arithmetic.yaml")
+        return Training(
+            marked_processes.environment, config, f"runs_dir={tmp_path / 'runs'}", *overrides
+        )
+
+    return start
+
+
+def wait_until_empty(alive: Callable[[], dict[int, str]], timeout_s: float = 20.0) -> dict:
+    """What is still alive after at most `timeout_s`: nothing, if all is well."""
+    deadline = time.monotonic() + timeout_s
+    while (left := alive()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left

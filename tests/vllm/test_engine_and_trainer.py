@@ -1,0 +1,144 @@
+"""The engine and the trainer are two implementations of one policy: they must agree."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from areal_ray.training.model import CausalModel
+from areal_ray.training.packing import LearnedSequence, pack
+from areal_ray.types import Completion, GenerationRequest, GenerationResult, Sampling
+
+
+def requests(prefix: str, count: int, sampling: Sampling, n: int = 4) -> list[GenerationRequest]:
+    rng = np.random.default_rng(7)
+    return [
+        GenerationRequest(
+            request_id=f"{prefix}-{index}",
+            prompt_ids=rng.integers(2, 14, size=int(rng.integers(1, 8))).astype(np.int32),
+            n=n,
+            sampling=sampling,
+        )
+        for index in range(count)
+    ]
+
+
+def generate(live, asked: list[GenerationRequest], engine: int = 0) -> list[GenerationResult]:
+    async def all_of_them():
+        handle = live.crew.engines[engine]
+        return await asyncio.gather(*(handle.generate.remote(request) for request in asked))
+
+    return live.run(all_of_them())
+
+
+def trainer_model(live, directory: Path) -> CausalModel:
+    """The trainer's weights as they are now, by way of its export."""
+    live.run(live.crew.trainer.export.remote(str(directory)))
+    return CausalModel(str(directory), device=torch.device("cpu"), trust_remote_code=False)
+
+
+def trainer_logprobs(
+    model: CausalModel, prompt_ids: np.ndarray, completion: Completion, temperature: float
+) -> np.ndarray:
+    sequence = LearnedSequence(
+        token_ids=np.concatenate([prompt_ids, completion.token_ids]),
+        learned=np.repeat([False, True], [len(prompt_ids), len(completion.token_ids)]),
+        behaviour_logprobs=completion.logprobs,
+        advantage=0.0,
+    )
+    (batch,) = pack([sequence], budget_tokens=1000)
+    with torch.no_grad():
+        return model.logprobs(batch, temperature=temperature).numpy()
+
+
+def test_the_engines_logprobs_are_the_trainers(live, tmp_path: Path) -> None:
+    live.train_and_update()
+    model = trainer_model(live, tmp_path)
+    for temperature in (1.0, 0.6):
+        sampling = Sampling(max_new_tokens=24, temperature=temperature)
+        asked = requests(f"logprobs-{temperature}", 8, sampling)
+        for request, result in zip(asked, generate(live, asked), strict=True):
+            assert len(result.completions) == 4
+            for completion in result.completions:
+                expected = trainer_logprobs(model, request.prompt_ids, completion, temperature)
+                np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4, rtol=0)
+
+
+def test_after_a_weight_update_every_engine_answers_greedily_as_the_trainer(
+    live, tmp_path: Path
+) -> None:
+    greedy = Sampling(max_new_tokens=24, temperature=0.0)
+    before = generate(live, requests("before", 8, greedy, n=1))
+    for _ in range(3):
+        live.train_and_update()
+    model = trainer_model(live, tmp_path)
+    for engine in range(2):
+        asked = requests(f"after-{engine}", 8, greedy, n=1)
+        after = generate(live, asked, engine)
+        for request, result in zip(asked, after, strict=True):
+            (completion,) = result.completions
+            assert set(completion.versions.tolist()) == {live.version}
+            ids = np.concatenate([request.prompt_ids, completion.token_ids])
+            with torch.no_grad():
+                logits = model.module(torch.tensor(ids[None], dtype=torch.long)).logits[0]
+            predicted = logits.argmax(-1)[len(request.prompt_ids) - 1 : -1]
+            assert completion.token_ids.tolist() == predicted.tolist()
+    assert any(
+        not np.array_equal(old.completions[0].logprobs, new.completions[0].logprobs)
+        for old, new in zip(before, after, strict=True)
+    )
+
+
+def test_requests_in_flight_over_an_update_carry_both_versions(live) -> None:
+    async def generate_while_updating() -> list[GenerationResult]:
+        long = Sampling(max_new_tokens=24, temperature=1.0)
+        handle = live.crew.engines[0]
+        calls = [handle.generate.remote(r) for r in requests("flight", 64, long, n=8)]
+        await live.crew.update_weights(live.version + 1)
+        return await asyncio.gather(*calls)
+
+    results = live.run(generate_while_updating())
+    live.version += 1
+    versions = [c.versions for result in results for c in result.completions]
+    assert {int(v) for one in versions for v in one} == {live.version - 1, live.version}
+    for one in versions:
+        assert (np.diff(one) >= 0).all()
+
+
+def test_a_request_that_is_too_long_is_refused_by_name(live) -> None:
+    from areal_ray.errors import EngineError, root_cause
+
+    asked = requests("long", 1, Sampling(max_new_tokens=10_000), n=1)
+    try:
+        generate(live, asked)
+    except EngineError as error:
+        assert str(root_cause(error)).startswith("engine-0 failed: ")
+    else:
+        raise AssertionError("the engine took a request longer than its model")
+
+
+def test_a_staging_that_fails_leaves_the_old_version_serving(live) -> None:
+    """Staging against a meeting point where nobody is: discarded, and the next update works."""
+    import msgspec
+
+    from areal_ray.weights.layout import TensorSpec, WeightManifest
+    from areal_ray.weights.transport import GroupMember
+    from areal_ray.weights.update import WeightUpdate
+
+    nowhere = WeightUpdate(
+        member=GroupMember("127.0.0.1", 9, "127.0.0.1", "nobody", 1, 2, "gloo", 1.0),
+        manifest=WeightManifest(
+            tensors=(TensorSpec(name="x", dtype="float32", shape=(4,)),), bucket_bytes=64
+        ),
+    )
+    engine = live.crew.engines[0]
+    live.run(engine.stage_weights.remote(msgspec.msgpack.encode(nowhere)))
+    (result,) = generate(live, requests("meanwhile", 1, Sampling(max_new_tokens=4), n=1))
+    assert set(result.completions[0].versions.tolist()) == {live.version}
+    assert live.run(engine.discard_weights.remote()) != ""
+    live.train_and_update()
+    (result,) = generate(live, requests("afterwards", 1, Sampling(max_new_tokens=4), n=1))
+    assert set(result.completions[0].versions.tolist()) == {live.version}
