@@ -60,6 +60,7 @@ class CheckpointEngineManager:
         self._backend = backend
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
+        self._aborted_updates = 0
         self._one_at_a_time = asyncio.Lock()
 
     async def update_weights(self, version: WeightVersion) -> UpdateReport:
@@ -90,7 +91,8 @@ class CheckpointEngineManager:
             host=plan.host,
             port=plan.port,
             address=plan.host,
-            group_id="+".join(engine.name for engine in self._engines),
+            # A group that an update failed in is never used again: all meet under a new name.
+            group_id=f"weights-{self._aborted_updates}",
             rank=0,
             world_size=world_size,
             backend=self._backend,
@@ -135,6 +137,7 @@ class CheckpointEngineManager:
 
     async def _discard_everywhere(self) -> None:
         """Undo a half-done staging on every engine, past those that can't."""
+        self._aborted_updates += 1
         outcomes = await asyncio.gather(
             *(
                 within(

@@ -147,9 +147,18 @@ class TrainerActor:
     def _send(self, member: GroupMember) -> None:
         assert self._rendezvous is not None
         assert self._manifest is not None
-        if self._group is None or self._group.member != member:
+        if self._group is not None and self._group.member != member:
+            self._group.close()
+            self._group = None
+        if self._group is None:
             self._group = TransferGroup(member, self._rendezvous.store)
-        send(self._group, self._manifest, self._started.model.named_parameters())
+        try:
+            send(self._group, self._manifest, self._started.model.named_parameters())
+        except BaseException:
+            # So that the engines which still wait for more hear that none will come.
+            self._group.close()
+            self._group = None
+            raise
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         """In the one compute thread: torch keeps a pool of helpers for each thread it sees."""

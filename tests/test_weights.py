@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import msgspec
@@ -69,10 +70,19 @@ class Group:
         self.receivers = [StagingReceiver(CPU), StagingReceiver(CPU)]
         self._group: TransferGroup | None = None
 
-    def update(self, weights: list[tuple[str, torch.Tensor]], *, receivers: int = 2) -> None:
+    def begin_receiving(
+        self, weights: list[tuple[str, torch.Tensor]], *, receivers: int = 2
+    ) -> WeightManifest:
         manifest = manifest_of(weights, dtype=torch.float32, bucket_bytes=500)
         for rank, receiver in enumerate(self.receivers[:receivers], start=1):
             receiver.start(msgspec.structs.replace(self._sender, rank=rank), manifest)
+        return manifest
+
+    def hang_up(self) -> None:
+        self._group.close()
+
+    def update(self, weights: list[tuple[str, torch.Tensor]], *, receivers: int = 2) -> None:
+        manifest = self.begin_receiving(weights, receivers=receivers)
         if self._group is None:
             self._group = TransferGroup(self._sender, self._rendezvous.store)
         send(self._group, manifest, weights)
@@ -112,7 +122,28 @@ def test_a_member_that_never_comes_ends_the_update_at_the_deadline() -> None:
     group = Group(timeout_s=2.0)
     with pytest.raises(RuntimeError):
         group.update(parameters(), receivers=1)
-    assert group.receivers[0].discard() != ""
+    with pytest.raises(WeightUpdateError, match="did not arrive whole"):
+        group.receivers[0].take()
+
+
+def test_a_receiver_that_waits_hears_when_the_sender_hangs_up(group: Group) -> None:
+    group.update(parameters())
+    for receiver in group.receivers:
+        receiver.take()
+    group.begin_receiving(parameters())
+    began = time.monotonic()
+    group.hang_up()
+    for receiver in group.receivers:
+        with pytest.raises(WeightUpdateError, match="Connection (closed|reset) by peer"):
+            receiver.take()
+    assert time.monotonic() - began < 15.0, "the time limit of 20 s ended it"
+
+
+def test_discarding_does_not_wait_for_what_hangs(group: Group) -> None:
+    group.begin_receiving(parameters())
+    began = time.monotonic()
+    assert group.receivers[0].discard() == "it was still receiving"
+    assert time.monotonic() - began < 5.0
 
 
 def test_the_meeting_point_listens_on_its_own_address_only() -> None:

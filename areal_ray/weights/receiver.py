@@ -4,7 +4,9 @@
                      `-> failed -> (discard) -> idle
 
 While a receiver is receiving, the engine goes on generating with the weights it has. `take`
-hands over the staged tensors, once; it raises what went wrong if they are not whole.
+hands over the staged tensors, once; it raises what went wrong if they are not whole. `discard`
+never waits: a thread that still hangs in the group is abandoned with all that it holds, and
+ends when the sender closes the group, or with the group's time limit.
 """
 
 from __future__ import annotations
@@ -23,57 +25,68 @@ class StagingReceiver:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._group: TransferGroup | None = None
-        self._thread: threading.Thread | None = None
-        self._manifest: WeightManifest | None = None
-        self._staging: torch.Tensor | None = None
-        self._error: BaseException | None = None
+        self._reception: _Reception | None = None
 
     def start(self, member: GroupMember, manifest: WeightManifest) -> None:
-        """Begin to receive, in the background."""
-        if self._thread is not None:
+        """Begin to receive, in the background. The group of the last update is used again."""
+        if self._reception is not None:
             raise WeightUpdateError("a weight update began before the last one ended")
-        self._manifest = manifest
-        self._error = None
-        self._thread = threading.Thread(
-            target=self._receive, args=(member, manifest), name="weight-staging", daemon=True
-        )
-        self._thread.start()
+        if self._group is not None and self._group.member != member:
+            self._group.close()
+            self._group = None
+        self._reception = _Reception(self._group or member, manifest, self._device)
 
     def take(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The staged tensors. Waits for the thread, which ends with the group's time limit."""
-        if self._thread is None or self._manifest is None:
+        if self._reception is None:
             raise WeightUpdateError("no weights were staged")
-        self._thread.join()
-        staging, error = self._staging, self._error
-        manifest = self._manifest
-        self._forget()
-        if error is not None or staging is None:
-            raise WeightUpdateError(f"the weights did not arrive whole: {error}") from error
-        return tensors_in(staging, manifest)
+        reception, self._reception = self._reception, None
+        self._group, staging = reception.result()
+        return tensors_in(staging, reception.manifest)
 
     def discard(self) -> str:
         """Let go of what was staged; returns what had gone wrong, if anything had."""
-        if self._group is not None:
-            self._group.close()
-            self._group = None
-        if self._thread is not None:
-            self._thread.join()
-        error = self._error
-        self._forget()
-        return "" if error is None else str(error)
+        reception, self._reception = self._reception, None
+        self._group = None
+        return "" if reception is None else reception.trouble()
 
-    def _receive(self, member: GroupMember, manifest: WeightManifest) -> None:
+
+class _Reception:
+    """One update's worth of receiving. Owns its thread and all that the thread touches."""
+
+    def __init__(
+        self, group: TransferGroup | GroupMember, manifest: WeightManifest, device: torch.device
+    ) -> None:
+        self.manifest = manifest
+        self._device = device
+        self._received: tuple[TransferGroup, torch.Tensor] | None = None
+        self._error: Exception | None = None
+        self._thread = threading.Thread(
+            target=self._receive, args=(group,), name="weight-staging", daemon=True
+        )
+        self._thread.start()
+
+    def result(self) -> tuple[TransferGroup, torch.Tensor]:
+        self._thread.join()
+        if self._received is None:
+            raise WeightUpdateError(
+                f"the weights did not arrive whole: {self._error}"
+            ) from self._error
+        return self._received
+
+    def trouble(self) -> str:
+        if self._thread.is_alive():
+            return "it was still receiving"
+        return "" if self._error is None else str(self._error)
+
+    def _receive(self, group: TransferGroup | GroupMember) -> None:
         try:
-            if self._group is None or self._group.member != member:
-                self._group = TransferGroup(member)
-            staging = torch.empty(manifest.total_bytes, dtype=torch.uint8, device=self._device)
-            for bucket in manifest.buckets():
-                self._group.broadcast(staging[bucket.start : bucket.stop]).wait()
-            self._staging = staging
-            self._group.count(True, self._device)
-        except Exception as error:  # noqa: BLE001 - raised by `take`, told by `discard`
+            if isinstance(group, GroupMember):
+                group = TransferGroup(group)
+            staging = torch.empty(self.manifest.total_bytes, dtype=torch.uint8, device=self._device)
+            for bucket in self.manifest.buckets():
+                group.broadcast(staging[bucket.start : bucket.stop]).wait()
+            group.count(True, self._device)
+            self._received = group, staging
+        except Exception as error:  # noqa: BLE001 - raised by `result`, told by `trouble`
             self._error = error
-            self._staging = None
-
-    def _forget(self) -> None:
-        self._thread = self._manifest = self._staging = self._error = None

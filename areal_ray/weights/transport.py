@@ -85,4 +85,7 @@ class TransferGroup:
         return int(votes.item())
 
     def close(self) -> None:
+        """Hang up. Members that wait for us learn it at once."""
         self._group.shutdown()
+        # Gloo closes its connections when the object goes, and not before.
+        self._group = None

@@ -1,0 +1,71 @@
+"""However a run ends: the exit code tells, the last screen says why, no process stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.conftest import wait_until_empty
+
+QUICK = (
+    "warmup.steps=0",
+    "goal=null",
+    "evaluation.every=0",
+    "evaluation.prompts=8",
+    "generation.engines=1",
+    "steps=100000",
+)
+
+
+def test_one_ctrl_c_saves_the_model_and_leaves_nothing_behind(
+    train, marked_processes, tmp_path: Path
+) -> None:
+    training = train(*QUICK)
+    training.read_until("step 3/")
+    assert any("VLLM" in command for command in marked_processes.alive().values())
+    # As a terminal does: to the whole foreground group.
+    os.killpg(training.pid, signal.SIGINT)
+    assert training.wait() == 128 + signal.SIGINT, training.output
+    assert "areal-ray: stopped after" in training.output
+    assert (tmp_path / "runs" / "arithmetic" / "model" / "model.safetensors").is_file()
+    assert (tmp_path / "runs" / "arithmetic" / "reward.png").is_file()
+    assert wait_until_empty(marked_processes.alive) == {}
+
+
+def test_two_ctrl_c_stop_at_once_and_leave_nothing_behind(train, marked_processes) -> None:
+    training = train(*QUICK)
+    training.read_until("step 3/")
+    os.kill(training.pid, signal.SIGINT)
+    training.read_until("stopping")
+    os.kill(training.pid, signal.SIGINT)
+    assert training.wait(timeout_s=30.0) == 128 + signal.SIGINT, training.output
+    assert wait_until_empty(marked_processes.alive) == {}
+
+
+def test_ctrl_c_while_everything_starts_ends_it(train, marked_processes) -> None:
+    training = train(*QUICK)
+    training.read_until("starting 1 engines")
+    time.sleep(5.0)  # into the middle of the engine's start
+    os.kill(training.pid, signal.SIGINT)
+    assert training.wait(timeout_s=60.0) == 128 + signal.SIGINT, training.output
+    assert wait_until_empty(marked_processes.alive) == {}
+
+
+@pytest.mark.parametrize(
+    "victim", ["VLLM::EngineCore", "ray::GenerationActor", "ray::TrainerActor"]
+)
+def test_a_killed_process_ends_the_run_with_its_name(train, marked_processes, victim: str) -> None:
+    training = train(*QUICK)
+    training.read_until("step 3/")
+    pids = [pid for pid, command in marked_processes.alive().items() if command.startswith(victim)]
+    assert pids, marked_processes.alive()
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    assert training.wait(timeout_s=90.0) == 1, training.output
+    last = training.output[training.output.rindex("areal-ray: the run failed: ") :]
+    assert ("trainer" if victim == "ray::TrainerActor" else "engine-0") in last
+    assert wait_until_empty(marked_processes.alive) == {}

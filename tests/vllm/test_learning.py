@@ -1,0 +1,152 @@
+"""Whole runs, in processes of their own, as a user starts them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from areal_ray.config_file import load
+from areal_ray.generation.engine import EngineSpec
+from areal_ray.generation.vllm import VllmEngine
+from areal_ray.observability.curve import read_metrics
+from areal_ray.observability.records import EvaluationRecord, StepRecord
+from areal_ray.types import GenerationRequest, Sampling
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run that is a smaller demo: one engine, a lower goal."""
+    import os
+
+    from tests.vllm.conftest import EXAMPLES, Training
+
+    runs = tmp_path_factory.mktemp("learned")
+    training = Training(
+        dict(os.environ),
+        str(EXAMPLES / "arithmetic.yaml"),
+        f"runs_dir={runs}",
+        "generation.engines=1",
+        "trainer.lr=2e-4",
+        "goal=0.6",
+    )
+    assert training.wait() == 0, training.output
+    assert "goal reached" in training.output
+    return runs / "arithmetic"
+
+
+def test_the_model_learned(learned: Path) -> None:
+    records = read_metrics(learned / "metrics.jsonl")
+    evaluations = [record for record in records if isinstance(record, EvaluationRecord)]
+    assert evaluations[0].reward < 0.4
+    assert evaluations[-1].reward >= 0.6
+
+
+def test_it_learned_from_stale_data_within_the_bound(learned: Path) -> None:
+    steps = [r for r in read_metrics(learned / "metrics.jsonl") if isinstance(r, StepRecord)]
+    assert max(record.staleness_max for record in steps) in (1, 2)
+    assert [record.step for record in steps] == list(range(1, len(steps) + 1))
+    assert [record.version for record in steps] == [record.step for record in steps]
+    assert all(record.tokens_per_s >= 0 and 0 < record.pause_s < 30 for record in steps)
+    assert steps[-1].groups_failed == 0
+
+
+def test_every_sample_that_was_trained_on_is_written_down(learned: Path) -> None:
+    lines = (learned / "rollouts.jsonl").read_text().splitlines()
+    records = read_metrics(learned / "metrics.jsonl")
+    steps = [record for record in records if isinstance(record, StepRecord)]
+    assert len(lines) == len(steps) * 64 * 8
+    for line in lines[:: len(lines) // 50]:
+        sample = json.loads(line)
+        assert len(sample["tokens"]) == len(sample["versions"])
+        assert sample["reward"] == float(
+            sample["text"] == sample["answer"] and sample["finish_reason"] == "stop"
+        )
+        # Version v is served from step v on: at step s the trainer is at version s - 1.
+        assert all(sample["step"] - 3 <= v < sample["step"] for v in sample["versions"])
+
+
+def test_the_other_files_are_there(learned: Path) -> None:
+    config = load(learned / "config.yaml")
+    assert (config.device, config.trainer.lr) == ("cpu", 2e-4)
+    assert config.rollout.max_concurrent_groups == 192
+    assert (learned / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_exported_model_answers_as_evaluated_in_transformers_and_vllm(
+    learned: Path, arithmetic: ModuleType
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    problems = arithmetic.held_out_problems()
+    tokenizer = AutoTokenizer.from_pretrained(learned / "model")
+    model = AutoModelForCausalLM.from_pretrained(learned / "model", dtype=torch.float32)
+    ids = torch.tensor([tokenizer(problem.text)["input_ids"] for problem in problems])
+    with torch.no_grad():
+        generated = model.generate(ids, max_new_tokens=5, do_sample=False)[:, ids.shape[1] :]
+    texts = tokenizer.batch_decode(generated, skip_special_tokens=True)
+    right = np.mean([text == p.answer for text, p in zip(texts, problems, strict=True)])
+    records = read_metrics(learned / "metrics.jsonl")
+    evaluated = [record for record in records if isinstance(record, EvaluationRecord)][-1]
+    assert right == pytest.approx(evaluated.reward, abs=0.01)
+
+    answers = asyncio.run(_vllm_answers(learned / "model", ids.numpy().astype(np.int32)))
+    same = [
+        tokenizer.decode(mine, skip_special_tokens=True) == text
+        for mine, text in zip(answers, texts, strict=True)
+    ]
+    assert np.mean(same) > 0.99
+
+
+async def _vllm_answers(model: Path, prompts: np.ndarray) -> list[list[int]]:
+    engine = VllmEngine(
+        EngineSpec(
+            name="engine-0",
+            model_path=str(model),
+            dtype="float32",
+            device="cpu",
+            max_model_len=16,
+            max_samples=256,
+            tensor_parallel=1,
+            kv_cache_gib=0.0625,
+            gpu_memory=0.85,
+            trust_remote_code=False,
+            seed=0,
+        )
+    )
+    await engine.start()
+    try:
+        greedy = Sampling(max_new_tokens=5, temperature=0.0)
+        results = await asyncio.gather(
+            *(
+                engine.generate(GenerationRequest(f"r{i}", prompt, 1, greedy))
+                for i, prompt in enumerate(prompts)
+            )
+        )
+    finally:
+        await engine.close()
+    return [result.completions[0].token_ids.tolist() for result in results]
+
+
+def test_without_staleness_training_is_synchronous(train, tmp_path: Path) -> None:
+    training = train(
+        "rollout.max_staleness=0",
+        "warmup.steps=0",
+        "goal=null",
+        "evaluation.every=0",
+        "evaluation.prompts=8",
+        "generation.engines=1",
+        "steps=4",
+        "trainer.groups_per_step=8",
+    )
+    assert training.wait() == 0, training.output
+    records = read_metrics(tmp_path / "runs" / "arithmetic" / "metrics.jsonl")
+    steps = [record for record in records if isinstance(record, StepRecord)]
+    assert len(steps) == 4
+    assert {record.staleness_max for record in steps} == {0}
+    assert {record.queue_groups for record in steps} == {0}
