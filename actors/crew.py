@@ -115,6 +115,16 @@ class Crew:
         await self.controller.close.remote()
         await self.queue.close.remote()
 
+    async def __aenter__(self) -> Crew:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close; or, when it was cancelled and so is to end at once, kill."""
+        if kind is not None and issubclass(kind, asyncio.CancelledError):
+            self.kill()
+        else:
+            await self.close()
+
     async def close(self) -> None:
         """Ask all to let go of what they hold; then end them, whether they did or not."""
         closing = [
@@ -122,17 +132,19 @@ class Crew:
             *(worker.close.remote() for worker in self._workers),
             self.trainer.close.remote(),
         ]
-        outcomes = await asyncio.gather(
-            *(
-                within(CLOSE_TIMEOUT_S, call, who="an actor", doing="its shutdown")
-                for call in closing
-            ),
-            return_exceptions=True,
-        )
+        try:
+            outcomes = await asyncio.gather(
+                *(
+                    within(CLOSE_TIMEOUT_S, call, who="an actor", doing="its shutdown")
+                    for call in closing
+                ),
+                return_exceptions=True,
+            )
+        finally:
+            self.kill()
         for outcome in outcomes:
             if isinstance(outcome, Exception):
                 logs.debug("while closing: {}", outcome)
-        self.kill()
 
     def kill(self) -> None:
         for actor in (*self.engines, *self._workers, self.trainer, self.queue, *self._others):
@@ -191,7 +203,8 @@ def _engine_spec(config: Config, name: str, model_path: str) -> EngineSpec:
         model_path=model_path,
         dtype=config.model.dtype,
         device=config.device,
-        max_model_len=config.max_model_len,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_new_tokens=generation.max_new_tokens,
         max_samples=min(1024, -(-samples_in_flight // generation.engines)),
         tensor_parallel=generation.tensor_parallel,
         kv_cache_gib=generation.kv_cache_gib,

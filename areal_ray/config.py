@@ -167,10 +167,6 @@ class Config(Section):
         )
 
     @property
-    def max_model_len(self) -> int:
-        return self.data.max_prompt_tokens + self.generation.max_new_tokens
-
-    @property
     def run_dir(self) -> Path:
         return Path(self.runs_dir) / self.name
 

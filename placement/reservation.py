@@ -47,7 +47,12 @@ class Reservation:
 
 async def reserve(plan: PlacementPlan) -> Reservation:
     group = placement_group([bundle.resources for bundle in plan.bundles], strategy="PACK")
-    if not await asyncio.to_thread(group.wait, RESERVE_TIMEOUT_S):
+    try:
+        reserved = await asyncio.to_thread(group.wait, RESERVE_TIMEOUT_S)
+    except BaseException:
+        remove_placement_group(group)
+        raise
+    if not reserved:
         free = ray.available_resources()
         remove_placement_group(group)
         raise PlacementError(

@@ -112,7 +112,8 @@ def test_a_prompt_goes_to_ids_and_an_answer_comes_back_as_text(tiny_model: Path)
     prompt = Prompt(text="17+25=", answer="24")
     # <pad> <eos> 0 1 2 ... 9 + =: the digit d is token d + 2, plus is 12, equals is 13.
     assert tokenizer.encode(prompt).tolist() == [3, 9, 12, 4, 7, 13]
-    answer = tokenizer.encode_answer(prompt)
+    ((question, answer),) = tokenizer.encode_demonstrations([prompt])
+    assert question.tolist() == [3, 9, 12, 4, 7, 13]
     assert answer.tolist() == [4, 6, 1]
     assert tokenizer.decode(answer) == "24"
     with pytest.raises(DataError, match=r"a prompt of 9 tokens; expected 1 to 8"):

@@ -7,7 +7,6 @@ signal, with the model saved.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 import traceback
 from collections.abc import Sequence
@@ -68,8 +67,8 @@ def train_and_report(config: Config) -> int:
         result = train(config)
     except REFUSALS as error:
         return refuse(error)
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        print("areal-ray: stopped at once; nothing was saved", file=sys.stderr)
+    except KeyboardInterrupt as stopped:
+        print(f"areal-ray: {stopped}", file=sys.stderr)
         return 130
     except Exception as error:  # noqa: BLE001 - whatever it was, it ends on the last screen
         traceback.print_exc()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,17 +38,30 @@ class PromptTokenizer:
             )
         else:
             ids = self._tokenizer(prompt.text)["input_ids"]
+        return self._checked(prompt, ids)
+
+    def encode_demonstrations(self, prompts: Sequence[Prompt]) -> list[tuple[TokenIds, TokenIds]]:
+        """Each prompt, and its answer as a model should give it: ended by the end of sequence."""
+        answers = self._tokenizer([p.answer for p in prompts], add_special_tokens=False)
+        end = self._tokenizer.eos_token_id
+        if all(prompt.text is not None for prompt in prompts):
+            # All in one call: many times faster than one by one.
+            texts = self._tokenizer([prompt.text for prompt in prompts])["input_ids"]
+            questions = [self._checked(p, ids) for p, ids in zip(prompts, texts, strict=True)]
+        else:
+            questions = [self.encode(prompt) for prompt in prompts]
+        return [
+            (question, np.asarray([*answer, end], dtype=np.int32))
+            for question, answer in zip(questions, answers["input_ids"], strict=True)
+        ]
+
+    def _checked(self, prompt: Prompt, ids: Sequence[int]) -> TokenIds:
         if not 0 < len(ids) <= self._max_tokens:
             raise DataError(
                 f"a prompt of {len(ids)} tokens; expected 1 to {self._max_tokens} "
                 f"(data.max_prompt_tokens): {str(prompt.text or prompt.messages)[:120]!r}"
             )
         return np.asarray(ids, dtype=np.int32)
-
-    def encode_answer(self, prompt: Prompt) -> TokenIds:
-        """The answer as a model should give it, ended by the end-of-sequence token."""
-        ids = self._tokenizer(prompt.answer, add_special_tokens=False)["input_ids"]
-        return np.asarray([*ids, self._tokenizer.eos_token_id], dtype=np.int32)
 
     def decode(self, token_ids: TokenIds) -> str:
         return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)

@@ -16,7 +16,8 @@ class EngineSpec(msgspec.Struct, frozen=True):
     model_path: str
     dtype: Literal["float32", "bfloat16"]
     device: Literal["cpu", "cuda"]
-    max_model_len: int
+    max_prompt_tokens: int
+    max_new_tokens: int
     max_samples: int
     """Samples in flight at once, at most."""
     tensor_parallel: int

@@ -145,7 +145,7 @@ def _start_llm(spec: EngineSpec) -> AsyncLLM:
     args = AsyncEngineArgs(
         model=spec.model_path,
         dtype=spec.dtype,
-        max_model_len=spec.max_model_len,
+        max_model_len=_max_model_len(spec),
         max_num_seqs=spec.max_samples,
         tensor_parallel_size=spec.tensor_parallel,
         trust_remote_code=spec.trust_remote_code,
@@ -159,6 +159,21 @@ def _start_llm(spec: EngineSpec) -> AsyncLLM:
         **(on_cpu if spec.device == "cpu" else {}),
     )
     return AsyncLLM.from_engine_args(args)
+
+
+def _max_model_len(spec: EngineSpec) -> int:
+    """Room for the longest prompt and answer, if the model has it; an answer must fit at least."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(spec.model_path, trust_remote_code=spec.trust_remote_code)
+    wanted = spec.max_prompt_tokens + spec.max_new_tokens
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None) or wanted
+    if spec.max_new_tokens >= limit:
+        raise EngineError(
+            f"generation.max_new_tokens: expected less than {limit}, which is all that "
+            f"{spec.model_path} can hold, got {spec.max_new_tokens}"
+        )
+    return min(wanted, limit)
 
 
 def _sampling_params(sampling: Sampling, *, n: int) -> SamplingParams:

@@ -20,7 +20,7 @@ from areal_ray.config import AlgorithmConfig, TrainerConfig
 from areal_ray.data.tokenizer import PromptTokenizer
 from areal_ray.training.model import CausalModel
 from areal_ray.training.packing import LearnedSequence, MicroBatch, pack
-from areal_ray.types import Prompt, Trajectory, TrajectoryGroup
+from areal_ray.types import Prompt, TokenIds, Trajectory, TrajectoryGroup
 
 WARMUP_LR_STEPS = 20
 
@@ -76,14 +76,18 @@ class PolicyTrainer:
         The learning rate rises over the first few steps and then falls to zero at the end.
         """
         rng = np.random.default_rng(self._spec.seed)
+        sequences = [
+            _supervised_sequence(question, answer)
+            for question, answer in self.tokenizer.encode_demonstrations(prompts)
+        ]
         optimizer, loss = self._new_optimizer(lr), float("nan")
         for step in range(steps):
-            chosen = rng.integers(len(prompts), size=batch)
+            chosen = rng.integers(len(sequences), size=batch)
             scale = min(1.0, (step + 1) / WARMUP_LR_STEPS) * (1 - step / steps)
             loss, _ = self._step(
                 optimizer,
                 lr * scale,
-                [self._supervised_sequence(prompts[i]) for i in chosen],
+                [sequences[i] for i in chosen],
                 lambda _, logprobs: -logprobs,
                 temperature=1.0,
             )
@@ -173,16 +177,6 @@ class PolicyTrainer:
             for trajectory, advantage in zip(trajectories, advantages.tolist(), strict=True)
         ]
 
-    def _supervised_sequence(self, prompt: Prompt) -> LearnedSequence:
-        prompt_ids = self.tokenizer.encode(prompt)
-        answer_ids = self.tokenizer.encode_answer(prompt)
-        return LearnedSequence(
-            token_ids=np.concatenate([prompt_ids, answer_ids]),
-            learned=np.repeat([False, True], [len(prompt_ids), len(answer_ids)]),
-            behaviour_logprobs=np.zeros(len(answer_ids), dtype=np.float32),
-            advantage=1.0,
-        )
-
     def _new_optimizer(self, lr: float) -> torch.optim.Optimizer:
         config = self._spec.trainer
         return torch.optim.AdamW(
@@ -204,6 +198,15 @@ class _Tally:
         self.tokens += clipped.numel()
         self.clipped += float(clipped.sum())
         self.kl += float((log_ratio.exp() - 1 - log_ratio).sum())
+
+
+def _supervised_sequence(question: TokenIds, answer: TokenIds) -> LearnedSequence:
+    return LearnedSequence(
+        token_ids=np.concatenate([question, answer]),
+        learned=np.repeat([False, True], [len(question), len(answer)]),
+        behaviour_logprobs=np.zeros(len(answer), dtype=np.float32),
+        advantage=1.0,
+    )
 
 
 def _policy_sequence(trajectory: Trajectory, advantage: float) -> LearnedSequence:

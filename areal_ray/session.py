@@ -1,0 +1,206 @@
+"""The training of one run: the short loop over awaited actors, and what it writes down.
+
+    report = await trainer.train_step(...)      learn from the next batch
+    await evaluation                            if one of this version is under way
+    update = await crew.update_weights(...)     and the engines serve the next version
+
+Rollout goes on all the while; the loop never waits for it, the trainer only for its batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Literal
+
+from areal_ray.config import Config
+from areal_ray.deadlines import within
+from areal_ray.errors import QueueClosed
+from areal_ray.observability.records import EvaluationRecord, StepRecord
+from areal_ray.observability.run_files import RunFiles
+from areal_ray.observability.terminal import View
+from areal_ray.stopping import StopSignals
+from areal_ray.tasks import guarded
+from areal_ray.types import Prompt
+
+if TYPE_CHECKING:
+    from areal_ray.actors.checkpoint_engine import UpdateReport
+    from areal_ray.actors.crew import Crew
+    from areal_ray.actors.trainer import TrainReport
+
+Ending = Literal["all steps done", "goal reached", "stopped"]
+
+STATUS_TIMEOUT_S = 60.0
+
+
+class Session:
+    """From the first batch to the exported model."""
+
+    def __init__(
+        self,
+        config: Config,
+        crew: Crew,
+        files: RunFiles,
+        view: View,
+        held_out: list[Prompt],
+        stop: StopSignals,
+    ) -> None:
+        self._config = config
+        self._crew = crew
+        self._files = files
+        self._view = view
+        self._held_out = held_out
+        self._stop = stop
+        self._began = self._recorded = time.monotonic()
+        self._tokens_recorded = 0
+        self._evaluation: asyncio.Task[EvaluationRecord] | None = None
+        self.steps = 0
+        self.evaluations: list[EvaluationRecord] = []
+
+    async def run(self) -> Ending:
+        """Learn until the end; whatever the control plane finds wrong ends it at once."""
+        self._view.phase("training")
+        try:
+            return await guarded(self._learn(), self._watch(), self._end_rollout_when_stopped())
+        except BaseException:
+            if self._evaluation is not None:
+                self._evaluation.cancel()
+            raise
+
+    async def finish(self, ended: Ending) -> None:
+        """Export the model and, at the same time, evaluate it."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(
+                within(
+                    self._config.trainer.step_timeout_s,
+                    self._crew.trainer.export.remote(str(self._files.model)),
+                    who="the trainer",
+                    doing="the export (trainer.step_timeout_s)",
+                )
+            )
+            if ended == "stopped":
+                await self._end_evaluation(cancel=True)
+            else:
+                self._begin_evaluation()
+                await self._end_evaluation()
+
+    async def _learn(self) -> Ending:
+        config, crew = self._config, self._crew
+        self._begin_evaluation()
+        while self.steps < config.steps:
+            step = self.steps + 1
+            try:
+                report = await within(
+                    config.trainer.step_timeout_s,
+                    crew.trainer.train_step.remote(step, self.steps),
+                    who="the trainer",
+                    doing=f"step {step} (trainer.step_timeout_s)",
+                )
+            except QueueClosed:
+                return "stopped"
+            # An evaluation is of one version: the next weights wait for it, the trainer did not.
+            reward = await self._end_evaluation()
+            update = await crew.update_weights(step)
+            self.steps = step
+            await self._record(report, update)
+            if reward is not None and config.goal is not None and reward >= config.goal:
+                return "goal reached"
+            if self._stop.requested.is_set():
+                return "stopped"
+            if config.evaluation.every and step % config.evaluation.every == 0:
+                self._begin_evaluation()
+        return "all steps done"
+
+    def _begin_evaluation(self) -> None:
+        """Evaluate the version that the engines serve, unless that is done or under way."""
+        known = self.evaluations and self.evaluations[-1].step == self.steps
+        if self._held_out and not known and self._evaluation is None:
+            self._evaluation = asyncio.create_task(self._evaluate(self.steps))
+
+    async def _end_evaluation(self, *, cancel: bool = False) -> float | None:
+        """The reward of the evaluation under way, if there is one."""
+        evaluation, self._evaluation = self._evaluation, None
+        if evaluation is None:
+            return None
+        if cancel:
+            evaluation.cancel()
+            await asyncio.gather(evaluation, return_exceptions=True)
+            return None
+        return (await evaluation).reward
+
+    async def _evaluate(self, step: int) -> EvaluationRecord:
+        evaluation = await within(
+            self._config.evaluation.timeout_s,
+            self._crew.controller.evaluate.remote(self._held_out),
+            who="the engines",
+            doing="an evaluation (evaluation.timeout_s)",
+        )
+        record = EvaluationRecord(
+            step=step,
+            version=evaluation.version,
+            seconds=time.monotonic() - self._began,
+            prompts=evaluation.prompts,
+            reward=evaluation.mean_reward,
+        )
+        self.evaluations.append(record)
+        self._files.record(record)
+        self._view.evaluation(record)
+        return record
+
+    async def _record(self, report: TrainReport, update: UpdateReport) -> None:
+        controller, queue = self._crew.controller, self._crew.queue
+        rollout, waiting, _ = await within(
+            STATUS_TIMEOUT_S,
+            _all(
+                controller.status.remote(),
+                queue.status.remote(),
+                controller.trained.remote(report.group_ids),
+            ),
+            who="the control plane",
+            doing="its status",
+        )
+        now = time.monotonic()
+        generated = rollout.generated_tokens - self._tokens_recorded
+        record = StepRecord(
+            step=report.step,
+            version=update.version,
+            seconds=now - self._began,
+            reward=report.mean_reward,
+            response_tokens=report.mean_response_tokens,
+            tokens_per_s=generated / (now - self._recorded),
+            staleness_mean=report.mean_staleness,
+            staleness_max=report.max_staleness,
+            queue_groups=waiting.waiting_groups,
+            groups_failed=rollout.ledger.failed,
+            groups_expired=rollout.ledger.expired,
+            waited_s=report.waited_s,
+            train_s=report.metrics.seconds,
+            staged_s=update.staged_s,
+            pause_s=update.longest_pause_s,
+            loss=report.metrics.loss,
+            grad_norm=report.metrics.grad_norm,
+            lr=report.metrics.lr,
+            clipped=report.metrics.clipped,
+            kl_to_behaviour=report.metrics.kl_to_behaviour,
+        )
+        self._recorded, self._tokens_recorded = now, rollout.generated_tokens
+        self._files.record(record)
+        self._view.step(record)
+
+    async def _watch(self) -> None:
+        await self._crew.controller.watch.remote()
+
+    async def _end_rollout_when_stopped(self) -> None:
+        await self._stop.requested.wait()
+        self._view.phase("stopping: finishing the step, then saving")
+        await within(
+            STATUS_TIMEOUT_S,
+            self._crew.stop_rollout(),
+            who="the control plane",
+            doing="ending rollout",
+        )
+
+
+async def _all(*awaitables: Awaitable[object]) -> list[object]:
+    return await asyncio.gather(*awaitables)
