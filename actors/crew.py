@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,12 +55,14 @@ class Crew:
         """Make the actors whose places are known. None of them does anything yet."""
         self._config = config
         self._task = task
-        self._engine_names = [f"engine-{index}" for index in range(config.generation.engines)]
+        self._engine_names = [_engine_name(index) for index in range(config.generation.engines)]
         self.engines = [
             GenerationActor.options(name=name, **vars(slot)).remote(
-                _engine_spec(config, name, model_path)
+                engine_spec(config, index, model_path)
             )
-            for name, slot in zip(self._engine_names, seats.slots("engine"), strict=True)
+            for index, (name, slot) in enumerate(
+                zip(self._engine_names, seats.slots("engine"), strict=True)
+            )
         ]
         self.queue = TrajectoryQueue.options(name="trajectory-queue", num_cpus=0).remote(
             max_groups=config.rollout.max_concurrent_groups,
@@ -79,20 +81,20 @@ class Crew:
         ]
         self._others: list[ActorHandle] = []
 
-    async def start(self) -> None:
+    async def start(self, say: Callable[[str], None] = lambda _: None) -> None:
         """Engines, workers and trainer side by side (the trainer with its supervised phase);
-        then the first weights go to the engines, and rollout begins."""
+        then the first weights go to the engines, and rollout begins. `say` hears what is done."""
         timeout_s = self._config.generation.startup_timeout_s
         async with asyncio.TaskGroup() as tasks:
             addresses = [
-                tasks.create_task(within(timeout_s, engine.start.remote(), who=name, doing="start"))
+                tasks.create_task(self._start_engine(name, engine, say))
                 for name, engine in zip(self._engine_names, self.engines, strict=True)
             ]
             for worker in self._workers:
                 tasks.create_task(
                     within(timeout_s, worker.ready.remote(), who="a rollout worker", doing="start")
                 )
-            tasks.create_task(self._start_trainer())
+            tasks.create_task(self._start_trainer(say))
         self._make_control_plane([address.result() for address in addresses])
         await self.update_weights(0)
         await self._ask(self.controller.start.remote(), "the controller", "start")
@@ -150,7 +152,19 @@ class Crew:
         for actor in (*self.engines, *self._workers, self.trainer, self.queue, *self._others):
             ray.kill(actor)
 
-    async def _start_trainer(self) -> None:
+    async def _start_engine(
+        self, name: str, engine: ActorHandle, say: Callable[[str], None]
+    ) -> str:
+        address = await within(
+            self._config.generation.startup_timeout_s,
+            engine.start.remote(),
+            who=name,
+            doing="its start (generation.startup_timeout_s)",
+        )
+        say(f"{name} is up")
+        return address
+
+    async def _start_trainer(self, say: Callable[[str], None]) -> None:
         warmup = self._config.warmup
         await within(
             self._config.generation.startup_timeout_s,
@@ -158,13 +172,15 @@ class Crew:
             who="the trainer",
             doing="start",
         )
+        say("the trainer is up")
         if warmup.steps:
-            await within(
+            loss = await within(
                 self._config.trainer.step_timeout_s,
                 self.trainer.warm_up.remote(self._task.demonstrations, warmup),
                 who="the trainer",
                 doing="the supervised warm-up (trainer.step_timeout_s)",
             )
+            say(f"{warmup.steps} supervised steps done, loss {loss:.3f}")
 
     def _make_control_plane(self, addresses: Sequence[str]) -> None:
         config = self._config
@@ -195,11 +211,15 @@ class Crew:
         return await within(self._config.weights.timeout_s, call, who=who, doing=doing)
 
 
-def _engine_spec(config: Config, name: str, model_path: str) -> EngineSpec:
+def _engine_name(index: int) -> str:
+    return f"engine-{index}"
+
+
+def engine_spec(config: Config, index: int, model_path: str) -> EngineSpec:
     generation = config.generation
     samples_in_flight = config.rollout.max_concurrent_groups * config.rollout.samples
     return EngineSpec(
-        name=name,
+        name=_engine_name(index),
         model_path=model_path,
         dtype=config.model.dtype,
         device=config.device,
@@ -210,7 +230,7 @@ def _engine_spec(config: Config, name: str, model_path: str) -> EngineSpec:
         kv_cache_gib=generation.kv_cache_gib,
         gpu_memory=generation.gpu_memory,
         trust_remote_code=config.model.trust_remote_code,
-        seed=config.seed,
+        seed=config.seed + index,
     )
 
 

@@ -20,7 +20,7 @@ from areal_ray.types import (
     Sampling,
     TrajectoryGroup,
 )
-from areal_ray.workflows import RolloutContext
+from areal_ray.workflows import RolloutContext, checked
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
@@ -105,7 +105,7 @@ class RolloutWorker:
             tokenizer=self._tokenizer,
             rewards=self._rewards,
         )
-        trajectories = await self._workflow(assignment.prompt, context)
+        trajectories = checked(await self._workflow(assignment.prompt, context))
         return TrajectoryGroup(
             group_id=assignment.group_id, prompt=assignment.prompt, trajectories=trajectories
         )

@@ -76,7 +76,8 @@ class GenerationConfig(Section):
     max_new_tokens: Count = 512
     temperature: NotNegative = 1.0
     kv_cache_gib: Positive | None = None
-    """KV cache per engine. Derived: 0.0625 on CPUs; on GPUs what `gpu_memory` leaves."""
+    """KV cache per engine. Derived: on CPUs what all samples in flight need, within 1/16 to 1; on
+    GPUs what `gpu_memory` leaves."""
     gpu_memory: Fraction = 0.85
     """The part of a GPU's memory that an engine may take."""
     startup_timeout_s: Positive = 900.0
@@ -222,12 +223,10 @@ def _is_synchronous(config: Config) -> bool:
 def resolve(config: Config, *, device: Literal["cpu", "cuda"]) -> Config:
     """The same configuration with everything derived that was left open."""
     replace = msgspec.structs.replace
-    generation, rollout, model = config.generation, config.rollout, config.model
+    rollout, model = config.rollout, config.model
     if model.dtype == "auto":
         model = replace(model, dtype="bfloat16" if device == "cuda" else "float32")
-    if generation.kv_cache_gib is None and device == "cpu":
-        generation = replace(generation, kv_cache_gib=0.0625)
     if rollout.max_concurrent_groups is None:
         all_of_them = (rollout.max_staleness + 1) * config.trainer.groups_per_step
         rollout = replace(rollout, max_concurrent_groups=all_of_them)
-    return replace(config, device=device, model=model, generation=generation, rollout=rollout)
+    return replace(config, device=device, model=model, rollout=rollout)

@@ -50,6 +50,10 @@ class RewardError(ArealRayError):
     """A reward function raised, timed out, or returned something that is no number."""
 
 
+class WorkflowError(ArealRayError):
+    """A workflow gave something that can't be trained on."""
+
+
 class WeightUpdateError(ArealRayError):
     """A weight update did not reach every engine."""
 

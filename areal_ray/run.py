@@ -164,7 +164,7 @@ class Run:
         warmup = f", {config.warmup.steps} supervised steps" if config.warmup.steps else ""
         where = f" · dashboard {cluster.dashboard_url}" if cluster.dashboard_url else ""
         view.phase(f"starting {config.generation.engines} engines and the trainer{warmup}{where}")
-        await crew.start()
+        await crew.start(view.phase)
         return crew, config
 
 
@@ -206,6 +206,9 @@ def _model_factory(config: Config) -> Callable[[Path], str]:
     factory = load_function(config.model.factory)
 
     def make(directory: Path) -> str:
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()  # it would be drawn across the live view
         directory.mkdir(parents=True)
         factory(directory)
         if not (directory / "config.json").is_file():

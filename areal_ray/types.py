@@ -119,8 +119,7 @@ class Trajectory(msgspec.Struct, frozen=True):
 
     @property
     def oldest_version(self) -> WeightVersion:
-        generated = self.versions[self.response_mask]
-        return int(generated.min()) if generated.size else NOT_GENERATED
+        return int(self.versions[self.response_mask].min())
 
 
 class TrajectoryGroup(msgspec.Struct, frozen=True):

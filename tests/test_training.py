@@ -51,10 +51,12 @@ def test_packing_wastes_little() -> None:
     assert useful / sum(batch.input_ids.numel() for batch in batches) > 0.9
 
 
-def test_a_packed_sequence_has_the_logprobs_it_has_alone(model: CausalModel) -> None:
+@pytest.mark.parametrize("one_row", [False, True])
+def test_a_packed_sequence_has_the_logprobs_it_has_alone(model: CausalModel, one_row: bool) -> None:
     sequences = [sequence(int(length), int(length) // 2) for length in (11, 7, 4, 9, 3, 5)]
-    (together,) = pack(sequences, budget_tokens=1000)
-    assert together.input_ids.shape[0] < len(sequences)
+    (together,) = pack(sequences, budget_tokens=1000, one_row=one_row)
+    # 39 tokens: in one row, or in rows of 11: 11, 9, 7 + 4, 5 + 3.
+    assert tuple(together.input_ids.shape) == ((1, 39) if one_row else (4, 11))
     packed = model.logprobs(together, temperature=0.7)
     for one in sequences:
         length = len(one.token_ids)  # its advantage, by which it is found again

@@ -27,9 +27,13 @@ from areal_ray.types import (
 )
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
     from vllm import SamplingParams
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
+
+GIB = 2**30
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 class VllmEngine:
@@ -117,7 +121,7 @@ def _set_environment(spec: EngineSpec) -> None:
     }
     if os.path.isdir(spec.model_path):
         settings["HF_HUB_OFFLINE"] = "1"
-    if spec.device == "cpu":
+    if _on_cpu(spec):
         settings |= {
             # Keeps the worker inside the engine's process: half the start-up time.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -132,20 +136,19 @@ def _set_environment(spec: EngineSpec) -> None:
 
 
 def _start_llm(spec: EngineSpec) -> AsyncLLM:
+    from transformers import AutoConfig
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    memory = (
-        {"gpu_memory_utilization": spec.gpu_memory}
-        if spec.kv_cache_gib is None
-        else {"kv_cache_memory_bytes": int(spec.kv_cache_gib * 2**30)}
-    )
-    on_cpu = {"distributed_executor_backend": "uni", "enforce_eager": True}
+    model = AutoConfig.from_pretrained(
+        spec.model_path, trust_remote_code=spec.trust_remote_code
+    ).get_text_config()
+    max_model_len = _max_model_len(spec, model)
     args = AsyncEngineArgs(
         model=spec.model_path,
         dtype=spec.dtype,
-        max_model_len=_max_model_len(spec),
+        max_model_len=max_model_len,
         max_num_seqs=spec.max_samples,
         tensor_parallel_size=spec.tensor_parallel,
         trust_remote_code=spec.trust_remote_code,
@@ -155,25 +158,39 @@ def _start_llm(spec: EngineSpec) -> AsyncLLM:
         disable_log_stats=True,
         weight_transfer_config=WeightTransferConfig(backend="areal_ray"),
         worker_extension_cls="areal_ray.weights.vllm_backend.WorkerExtension",
-        **memory,
-        **(on_cpu if spec.device == "cpu" else {}),
+        gpu_memory_utilization=spec.gpu_memory,
+        kv_cache_memory_bytes=_kv_cache_bytes(spec, model, max_model_len),
+        **({"distributed_executor_backend": "uni", "enforce_eager": True} if _on_cpu(spec) else {}),
     )
     return AsyncLLM.from_engine_args(args)
 
 
-def _max_model_len(spec: EngineSpec) -> int:
-    """Room for the longest prompt and answer, if the model has it; an answer must fit at least."""
-    from transformers import AutoConfig
+def _on_cpu(spec: EngineSpec) -> bool:
+    return spec.device == "cpu"
 
-    config = AutoConfig.from_pretrained(spec.model_path, trust_remote_code=spec.trust_remote_code)
+
+def _max_model_len(spec: EngineSpec, model: PretrainedConfig) -> int:
+    """Room for the longest prompt and answer, if the model has it; an answer must fit at least."""
     wanted = spec.max_prompt_tokens + spec.max_new_tokens
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None) or wanted
+    limit = getattr(model, "max_position_embeddings", None) or wanted
     if spec.max_new_tokens >= limit:
         raise EngineError(
             f"generation.max_new_tokens: expected less than {limit}, which is all that "
             f"{spec.model_path} can hold, got {spec.max_new_tokens}"
         )
     return min(wanted, limit)
+
+
+def _kv_cache_bytes(spec: EngineSpec, model: PretrainedConfig, max_model_len: int) -> int | None:
+    """None leaves it to `gpu_memory_utilization`, which on a CPU would claim the whole machine."""
+    if spec.kv_cache_gib is not None:
+        return int(spec.kv_cache_gib * GIB)
+    if not _on_cpu(spec):
+        return None
+    head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
+    token_bytes = 2 * model.num_hidden_layers * heads * head_dim * DTYPE_BYTES[spec.dtype]
+    return min(max(token_bytes * max_model_len * spec.max_samples, GIB // 16), GIB)
 
 
 def _sampling_params(sampling: Sampling, *, n: int) -> SamplingParams:

@@ -20,6 +20,7 @@ _CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 class CausalModel:
     def __init__(self, path: str, *, device: torch.device, trust_remote_code: bool) -> None:
+        self.uses_flash_attention = device.type == "cuda"
         if os.path.isdir(path):
             os.environ.setdefault("HF_HUB_OFFLINE", "1")
         try:
@@ -29,7 +30,7 @@ class CausalModel:
                 config=config,
                 dtype=torch.float32,
                 trust_remote_code=trust_remote_code,
-                attn_implementation="flash_attention_2" if device.type == "cuda" else "sdpa",
+                attn_implementation="flash_attention_2" if self.uses_flash_attention else "sdpa",
             ).to(device)
         except (OSError, ValueError) as error:
             raise ModelError(f"model.path: {path} can't be loaded: {error}") from error

@@ -2,7 +2,9 @@
 
 Each row holds several whole sequences, one behind the other; position ids begin at zero with
 each, and the model's attention stops there. A micro-batch holds at most a budget of tokens, or
-one sequence if that alone is longer.
+one sequence if that alone is longer. For attention kernels that take a mask, rows are as wide as
+the longest sequence, so that the mask stays small; flash-attn, which takes boundaries instead,
+wants everything in one row (`one_row`), and there is no padding at all.
 
     row 0   |a a a a a a a|b b b|          positions 0 1 2 3 4 5 6 0 1 2
     row 1   |c c c c c|d d d d| pad        positions 0 1 2 3 4 0 1 2 3 0
@@ -45,33 +47,42 @@ class MicroBatch:
         return MicroBatch(*(getattr(self, name).to(device) for name in self.__annotations__))
 
 
-def pack(sequences: Sequence[LearnedSequence], *, budget_tokens: int) -> Iterator[MicroBatch]:
+def pack(
+    sequences: Sequence[LearnedSequence], *, budget_tokens: int, one_row: bool = False
+) -> Iterator[MicroBatch]:
     """All sequences, each once, in micro-batches of at most `budget_tokens` positions."""
     longest_first = sorted(sequences, key=lambda s: -len(s.token_ids))
     begin = 0
     while begin < len(longest_first):
-        width = len(longest_first[begin].token_ids)
-        rows: list[list[LearnedSequence]] = []
-        room: list[int] = []
-        end = begin
-        while end < len(longest_first):
-            sequence = longest_first[end]
-            size = len(sequence.token_ids)
-            row = next((i for i, free in enumerate(room) if free >= size), None)
-            if row is None:
-                if rows and (len(rows) + 1) * width > budget_tokens:
-                    break
-                rows.append([])
-                room.append(width)
-                row = len(rows) - 1
-            rows[row].append(sequence)
-            room[row] -= size
-            end += 1
-        yield _lay_out(rows, width)
-        begin = end
+        longest = len(longest_first[begin].token_ids)
+        row_tokens = max(longest, budget_tokens) if one_row else longest
+        rows = _fill_rows(longest_first[begin:], row_tokens, budget_tokens)
+        begin += sum(len(row) for row in rows)
+        yield _lay_out(rows)
 
 
-def _lay_out(rows: list[list[LearnedSequence]], width: int) -> MicroBatch:
+def _fill_rows(
+    sequences: Sequence[LearnedSequence], row_tokens: int, budget_tokens: int
+) -> list[list[LearnedSequence]]:
+    """As many sequences as fit from the front, each in the first row with room for it."""
+    rows: list[list[LearnedSequence]] = []
+    room: list[int] = []
+    for sequence in sequences:
+        size = len(sequence.token_ids)
+        row = next((i for i, free in enumerate(room) if free >= size), None)
+        if row is None:
+            if rows and (len(rows) + 1) * row_tokens > budget_tokens:
+                break
+            rows.append([])
+            room.append(row_tokens)
+            row = len(rows) - 1
+        rows[row].append(sequence)
+        room[row] -= size
+    return rows
+
+
+def _lay_out(rows: list[list[LearnedSequence]]) -> MicroBatch:
+    width = max(sum(len(sequence.token_ids) for sequence in row) for row in rows)
     input_ids = np.zeros((len(rows), width), dtype=np.int64)
     position_ids = np.zeros((len(rows), width), dtype=np.int64)
     predictors, targets, logprobs, advantages = [], [], [], []

@@ -150,7 +150,11 @@ class PolicyTrainer:
         """The mean loss over all learned tokens, and the norm of its gradient."""
         tokens = max(1, sum(int(s.learned.sum()) for s in sequences))
         total = 0.0
-        for batch in pack(sequences, budget_tokens=self._spec.trainer.micro_batch_tokens):
+        for batch in pack(
+            sequences,
+            budget_tokens=self._spec.trainer.micro_batch_tokens,
+            one_row=self.model.uses_flash_attention,
+        ):
             batch = batch.to(self.model.device)
             logprobs = self.model.logprobs(batch, temperature=temperature)
             loss = loss_per_token(batch, logprobs).sum() / tokens

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -90,3 +91,14 @@ class _Reception:
             self._received = group, staging
         except Exception as error:  # noqa: BLE001 - raised by `result`, told by `trouble`
             self._error = error
+
+
+@contextmanager
+def _beside_generation(device: torch.device) -> Iterator[None]:
+    """On a GPU, a stream of our own on the worker's device, so that decoding is not held up."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_device(device)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        yield

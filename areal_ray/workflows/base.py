@@ -10,7 +10,7 @@ from typing import Protocol
 import msgspec
 
 from areal_ray.data.tokenizer import PromptTokenizer
-from areal_ray.errors import PluginError
+from areal_ray.errors import PluginError, WorkflowError
 from areal_ray.plugins import load_function
 from areal_ray.rewards import RewardPool
 from areal_ray.types import (
@@ -72,6 +72,18 @@ class RolloutContext:
             msgspec.structs.replace(c, text=self._tokenizer.decode(c.token_ids))
             for c in completions
         ]
+
+
+def checked(trajectories: object) -> list[Trajectory]:
+    """What a workflow gave, if it can be trained on."""
+    if not isinstance(trajectories, list) or not trajectories:
+        raise WorkflowError(f"a workflow must give a list of trajectories, got {trajectories!r}")
+    for one in trajectories:
+        if not isinstance(one, Trajectory):
+            raise WorkflowError(f"a workflow must give trajectories, got a {type(one).__name__}")
+        if not one.response_mask.any():
+            raise WorkflowError("a trajectory holds no token that the policy made")
+    return trajectories
 
 
 def load_workflow(spec: str) -> Workflow:
