@@ -65,7 +65,9 @@ class Crew:
             )
         ]
         self.queue = TrajectoryQueue.options(name="trajectory-queue", num_cpus=0).remote(
-            max_groups=config.rollout.max_concurrent_groups,
+            batch=config.trainer.groups_per_step,
+            # One batch in training and as many as may wait: the ledger's bound, kept here too.
+            max_groups=(config.rollout.max_staleness + 2) * config.trainer.groups_per_step,
             max_bytes=QUEUE_MAX_BYTES,
             max_staleness=config.rollout.max_staleness,
         )

@@ -97,8 +97,7 @@ class TrainerActor:
     async def train_step(self, step: int, version: WeightVersion) -> TrainReport:
         """Take a batch, learn from it, let it go."""
         began = time.perf_counter()
-        groups_per_step = self._spec.trainer.groups_per_step
-        lease = await self._queue.get_batch.remote(groups_per_step, version)
+        lease = await self._queue.get_batch.remote(version)
         try:
             groups: list[TrajectoryGroup] = await asyncio.gather(*lease.references)
             waited_s = time.perf_counter() - began

@@ -37,9 +37,10 @@ class QueueStatus(msgspec.Struct, frozen=True):
 
 @ray.remote(max_concurrency=4096)
 class TrajectoryQueue:
-    def __init__(self, *, max_groups: int, max_bytes: int, max_staleness: int) -> None:
+    def __init__(self, *, batch: int, max_groups: int, max_bytes: int, max_staleness: int) -> None:
+        self._batch = batch
         self._buffer: TrajectoryBuffer[ray.ObjectRef] = TrajectoryBuffer(
-            max_groups=max_groups, max_bytes=max_bytes, max_staleness=max_staleness
+            batch=batch, max_groups=max_groups, max_bytes=max_bytes, max_staleness=max_staleness
         )
         self._changed = asyncio.Condition()
         self._closed = False
@@ -64,10 +65,10 @@ class TrajectoryQueue:
             self._buffer.put(group, summary)
             self._changed.notify_all()
 
-    async def get_batch(self, groups: int, version: WeightVersion) -> Lease:
-        """Lend out the oldest `groups` groups that are fresh enough. Waits until there are."""
+    async def get_batch(self, version: WeightVersion) -> Lease:
+        """Lend out the oldest groups that are fresh enough. Waits until they make a batch."""
         async with self._changed:
-            while (leased := self._buffer.lease(groups, version)) is None:
+            while (leased := self._buffer.lease(self._batch, version)) is None:
                 self._refuse_if_closed()
                 # Groups may have expired just now: room for producers, work for the controller.
                 self._changed.notify_all()

@@ -30,7 +30,8 @@ class Entry(Generic[Payload]):
 
 
 class TrajectoryBuffer(Generic[Payload]):
-    def __init__(self, *, max_groups: int, max_bytes: int, max_staleness: int) -> None:
+    def __init__(self, *, batch: int, max_groups: int, max_bytes: int, max_staleness: int) -> None:
+        self._batch = batch
         self._max_groups = max_groups
         self._max_bytes = max_bytes
         self._max_staleness = max_staleness
@@ -56,9 +57,10 @@ class TrajectoryBuffer(Generic[Payload]):
         return self._bytes
 
     def has_room(self, nbytes: int) -> bool:
-        """A group larger than the whole bound is let in alone, or it could never be."""
-        fits = self._bytes + nbytes <= self._max_bytes
-        return self.groups == 0 or (fits and self.groups < self._max_groups)
+        """What the next batch is short of is let in past every bound: it would wait for ever."""
+        if self._reserved + len(self._waiting) < self._batch:
+            return True
+        return self.groups < self._max_groups and self._bytes + nbytes <= self._max_bytes
 
     def reserve(self, summary: GroupSummary) -> None:
         """Keep a place for a group that is on its way."""

@@ -83,7 +83,9 @@ class ControlPlane:
             "shuffle": False,
             "seed": 0,
         } | changes
-        self.queue = TrajectoryQueue.remote(max_groups=100, max_bytes=2**20, max_staleness=1)
+        self.queue = TrajectoryQueue.remote(
+            batch=4, max_groups=100, max_bytes=2**20, max_staleness=1
+        )
         self.engine = EchoEngine.remote()
         self.worker = RolloutWorker.remote(
             WorkerSpec(
@@ -155,7 +157,7 @@ def test_a_batch_is_read_from_the_object_store_after_its_worker_is_gone(plane) -
         await control.wait_for(lambda ledger: ledger.accepted == 8)
         await control.controller.close.remote()
         ray.kill(control.worker)
-        lease = await control.queue.get_batch.remote(4, 0)
+        lease = await control.queue.get_batch.remote(0)
         groups = await asyncio.gather(*lease.references)
         await control.queue.acknowledge.remote(lease.lease_id)
         assert (await control.queue.status.remote()).held_groups == 4
@@ -175,7 +177,7 @@ def test_groups_that_grew_too_old_are_rolled_out_again(plane) -> None:
         await control.controller.start.remote()
         await control.wait_for(lambda ledger: ledger.accepted == 8)
         await control.engine.set.remote(version=5)
-        waiting = asyncio.ensure_future(control.queue.get_batch.remote(4, 5))
+        waiting = asyncio.ensure_future(control.queue.get_batch.remote(5))
         # All eight were made by version 0: more than one version behind version 5.
         lease = await within(20, waiting, who="the queue", doing="a fresh batch")
         assert {summary.oldest_version for summary in lease.summaries} == {5}
@@ -241,7 +243,7 @@ def summary(group_id: int) -> GroupSummary:
 
 @pytest.fixture
 def small_queue() -> Iterator[tuple[ActorHandle, ActorHandle]]:
-    queue = TrajectoryQueue.remote(max_groups=2, max_bytes=1000, max_staleness=0)
+    queue = TrajectoryQueue.remote(batch=2, max_groups=2, max_bytes=1000, max_staleness=0)
     producer = Producer.remote()
     yield queue, producer
     ray.kill(queue)
@@ -258,7 +260,7 @@ def test_a_full_queue_makes_a_producer_wait_and_drops_nothing(small_queue) -> No
         assert sum(put.done() for put in puts) == 2
         received = []
         for _ in range(2):
-            lease = await queue.get_batch.remote(2, 0)
+            lease = await queue.get_batch.remote(0)
             received += await asyncio.gather(*lease.references)
             await queue.acknowledge.remote(lease.lease_id)
         await asyncio.gather(*puts)
@@ -275,7 +277,7 @@ def test_closing_the_queue_lets_everybody_go_who_waits(small_queue) -> None:
             await queue.put.remote(producer, summary(index))
         waiting = [
             asyncio.ensure_future(queue.put.remote(producer, summary(2))),
-            asyncio.ensure_future(queue.get_batch.remote(3, 0)),
+            asyncio.ensure_future(queue.expired.remote()),
         ]
         await queue.status.remote()
         await queue.close.remote()

@@ -15,9 +15,11 @@ def summary(group_id: int, *, version: int = 0, nbytes: int = 10) -> GroupSummar
     )
 
 
-def buffer(*, max_groups: int = 8, max_bytes: int = 1000, max_staleness: int = 2):
-    return TrajectoryBuffer[str](
-        max_groups=max_groups, max_bytes=max_bytes, max_staleness=max_staleness
+def buffer(
+    *, batch: int = 1, max_groups: int = 8, max_bytes: int = 1000, max_staleness: int = 2
+) -> TrajectoryBuffer[str]:
+    return TrajectoryBuffer(
+        batch=batch, max_groups=max_groups, max_bytes=max_bytes, max_staleness=max_staleness
     )
 
 
@@ -57,7 +59,6 @@ def test_room_is_counted_in_groups_and_bytes_until_they_are_acknowledged() -> No
     fill(held, summary(1))
     assert not held.has_room(1)
     lease_id, _ = held.lease(2, version=0)
-    assert not held.has_room(1)
     held.acknowledge(lease_id)
     assert held.has_room(25)
     assert (held.groups, held.nbytes) == (0, 0)
@@ -71,11 +72,16 @@ def test_a_place_is_kept_for_a_group_on_its_way_and_freed_if_it_does_not_come() 
     assert held.has_room(1)
 
 
-def test_a_group_larger_than_the_bound_is_let_in_alone() -> None:
-    held = buffer(max_bytes=5)
-    assert held.has_room(100)
+def test_the_next_batch_is_let_in_past_every_bound() -> None:
+    held = buffer(batch=2, max_groups=1, max_bytes=5)
     fill(held, summary(0, nbytes=100))
+    # Else a batch of two could never come together, and everybody would wait for ever.
+    assert held.has_room(100)
+    fill(held, summary(1, nbytes=100))
     assert not held.has_room(1)
+    held.lease(2, version=0)
+    # The next batch may come together while this one is trained on.
+    assert held.has_room(1)
 
 
 def test_a_group_that_is_too_old_is_never_lent_and_is_told_once() -> None:
