@@ -21,10 +21,12 @@ from areal_ray.actors.rollout_controller import ControllerSpec, RolloutControlle
 from areal_ray.actors.rollout_worker import RolloutWorker, WorkerSpec
 from areal_ray.actors.trainer import TrainerActor
 from areal_ray.actors.trajectory_queue import TrajectoryQueue
+from areal_ray.algorithms import ADVANTAGES, POLICY_LOSSES
 from areal_ray.config import Config
 from areal_ray.deadlines import within
 from areal_ray.generation.engine import EngineSpec
 from areal_ray.placement import Reservation
+from areal_ray.plugins import pack
 from areal_ray.training import TrainerSpec
 from areal_ray.types import Prompt, WeightVersion
 
@@ -64,7 +66,11 @@ class Crew:
                 zip(self._engine_names, seats.slots("engine"), strict=True)
             )
         ]
-        self.queue = TrajectoryQueue.options(name="trajectory-queue", num_cpus=0).remote(
+        self.queue = TrajectoryQueue.options(
+            name="trajectory-queue",
+            num_cpus=0,
+            max_concurrency=1024 + config.rollout.max_concurrent_groups,
+        ).remote(
             batch=config.trainer.groups_per_step,
             # One batch in training and as many as may wait: the ledger's bound, kept here too.
             max_groups=(config.rollout.max_staleness + 2) * config.trainer.groups_per_step,
@@ -75,11 +81,14 @@ class Crew:
         self.trainer = TrainerActor.options(name="trainer", **vars(trainer_slot)).remote(
             _trainer_spec(config, model_path), self.queue, str(run_dir)
         )
+        self._worker_names = [f"worker-{index}" for index in range(config.rollout.workers)]
+        # Each group in flight may need a second call, the queue's for the finished group.
+        calls_at_once = 1024 + 2 * config.rollout.max_concurrent_groups
         self._workers = [
-            RolloutWorker.options(name=f"worker-{index}", num_cpus=0).remote(
+            RolloutWorker.options(name=name, num_cpus=0, max_concurrency=calls_at_once).remote(
                 _worker_spec(config, task, model_path), self.queue
             )
-            for index in range(config.rollout.workers)
+            for name in self._worker_names
         ]
         self._others: list[ActorHandle] = []
 
@@ -92,10 +101,8 @@ class Crew:
                 tasks.create_task(self._start_engine(name, engine, say))
                 for name, engine in zip(self._engine_names, self.engines, strict=True)
             ]
-            for worker in self._workers:
-                tasks.create_task(
-                    within(timeout_s, worker.ready.remote(), who="a rollout worker", doing="start")
-                )
+            for name, worker in zip(self._worker_names, self._workers, strict=True):
+                tasks.create_task(within(timeout_s, worker.ready.remote(), who=name, doing="start"))
             tasks.create_task(self._start_trainer(say))
         self._make_control_plane([address.result() for address in addresses])
         await self.update_weights(0)
@@ -188,7 +195,11 @@ class Crew:
         config = self._config
         named = list(zip(self._engine_names, self.engines, strict=True))
         self.controller = RolloutController.options(name="rollout-controller", num_cpus=0).remote(
-            _controller_spec(config), self._task.prompts, named, self._workers, self.queue
+            _controller_spec(config),
+            self._task.prompts,
+            named,
+            list(zip(self._worker_names, self._workers, strict=True)),
+            self.queue,
         )
         self.manager = CheckpointEngineManager.options(
             name="checkpoint-engine-manager", num_cpus=0
@@ -247,6 +258,8 @@ def _trainer_spec(config: Config, model_path: str) -> TrainerSpec:
         seed=config.seed,
         trainer=config.trainer,
         algorithm=config.algorithm,
+        packed_advantage=pack(ADVANTAGES[config.algorithm.advantage]),
+        packed_loss=pack(POLICY_LOSSES[config.algorithm.loss]),
     )
 
 
@@ -267,6 +280,7 @@ def _controller_spec(config: Config) -> ControllerSpec:
     return ControllerSpec(
         samples=config.rollout.samples,
         sampling=config.sampling,
+        group_timeout_s=config.rollout.group_timeout_s,
         groups_per_step=config.trainer.groups_per_step,
         max_staleness=config.rollout.max_staleness,
         max_concurrent_groups=config.rollout.max_concurrent_groups,

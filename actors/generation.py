@@ -23,12 +23,13 @@ MAX_CALLS_AT_ONCE = 4096
 class GenerationActor:
     def __init__(self, spec: EngineSpec) -> None:
         self._name = spec.name
-        self._engine = VllmEngine(spec)
+        self._address = ray.util.get_node_ip_address()
+        self._engine = VllmEngine(spec, address=self._address)
 
     async def start(self) -> str:
         """Start the engine; returns the address of the node it runs on."""
         await self._named(self._engine.start())
-        return ray.util.get_node_ip_address()
+        return self._address
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         return await self._named(self._engine.generate(request))
@@ -56,5 +57,7 @@ class GenerationActor:
             raise
         except Exception as error:  # noqa: BLE001 - raised again, as what it means here
             # Not chained: vLLM gives all callers the same object, whose traceback only grows.
-            cause = await asyncio.to_thread(last_engine_error) or described(error)
+            cause = described(error)
+            if self._engine.is_dead:
+                cause = await asyncio.to_thread(last_engine_error) or cause
             raise EngineError(f"{self._name} failed: {cause}") from None

@@ -17,7 +17,7 @@ from ray.actor import ActorHandle
 
 from areal_ray import logs
 from areal_ray.actors.rollout_worker import Assignment
-from areal_ray.data import PromptSource
+from areal_ray.data import Draw, PromptSource
 from areal_ray.deadlines import within
 from areal_ray.errors import TooManyFailures, described
 from areal_ray.routing import LeastLoaded
@@ -29,6 +29,7 @@ from areal_ray.types import GroupSummary, Prompt, Sampling, WeightVersion
 class ControllerSpec(msgspec.Struct, frozen=True):
     samples: int
     sampling: Sampling
+    group_timeout_s: float
     groups_per_step: int
     max_staleness: int
     max_concurrent_groups: int
@@ -59,7 +60,7 @@ class RolloutController:
         spec: ControllerSpec,
         prompts: Sequence[Prompt],
         engines: Sequence[tuple[str, ActorHandle]],
-        workers: Sequence[ActorHandle],
+        workers: Sequence[tuple[str, ActorHandle]],
         queue: ActorHandle,
     ) -> None:
         self._spec = spec
@@ -75,7 +76,7 @@ class RolloutController:
         )
         self._supervisor = Supervisor()
         self._room = asyncio.Event()
-        self._untrained: dict[int, Prompt] = {}
+        self._untrained: dict[int, Draw] = {}
         self._running: set[int] = set()
         self._expired_early: set[int] = set()
         self._next_group = 0
@@ -101,7 +102,7 @@ class RolloutController:
     async def trained(self, group_ids: Sequence[int]) -> None:
         """These groups can't expire any more: their prompts need not be kept."""
         for group_id in group_ids:
-            del self._untrained[group_id]
+            self._untrained.pop(group_id, None)
 
     async def status(self) -> RolloutStatus:
         return RolloutStatus(
@@ -115,14 +116,7 @@ class RolloutController:
         version = self._ledger.counts.version
         sampling = msgspec.structs.replace(self._spec.sampling, temperature=0.0)
         async with asyncio.TaskGroup() as tasks:
-            answers = [
-                tasks.create_task(
-                    self._run(
-                        "evaluate", self._new_group_id(), prompt, samples=1, sampling=sampling
-                    )
-                )
-                for prompt in prompts
-            ]
+            answers = [tasks.create_task(self._answer(prompt, sampling)) for prompt in prompts]
         rewards = [answer.result().mean_reward for answer in answers]
         return Evaluation(
             version=version, prompts=len(rewards), mean_reward=sum(rewards) / len(rewards)
@@ -139,16 +133,26 @@ class RolloutController:
             self._room.clear()
             await self._room.wait()
 
-    async def _roll_out(self, prompt: Prompt) -> None:
+    async def _answer(self, prompt: Prompt, sampling: Sampling) -> GroupSummary:
+        """One greedy answer. A failure is tried again, at the cost of the error budget."""
+        while True:
+            try:
+                return await self._run(
+                    "evaluate", self._new_group_id(), prompt, samples=1, sampling=sampling
+                )
+            except Exception as error:  # noqa: BLE001 - kept, and raised when there are too many
+                self._spend_error_budget(error)
+
+    async def _roll_out(self, draw: Draw) -> None:
         group_id = self._new_group_id()
-        self._untrained[group_id] = prompt
+        self._untrained[group_id] = draw
         self._running.add(group_id)
         accepted = False
         try:
             summary = await self._run(
                 "roll_out",
                 group_id,
-                prompt,
+                draw.prompt,
                 samples=self._spec.samples,
                 sampling=self._spec.sampling,
             )
@@ -156,7 +160,9 @@ class RolloutController:
             self._ledger.accept()
             self._generated_tokens += summary.generated_tokens
         except Exception as error:  # noqa: BLE001 - kept, and raised when there are too many
-            self._source.put_back(self._untrained.pop(group_id))
+            del self._untrained[group_id]
+            if not self._source.failed(draw):
+                logs.warning("a prompt failed too often and is given up: {}", draw.prompt)
             self._spend_error_budget(error)
         finally:
             self._running.discard(group_id)
@@ -173,7 +179,7 @@ class RolloutController:
         weight = samples * sampling.max_new_tokens
         with (
             self._engines.lease(weight=weight) as (name, engine),
-            self._workers.lease(weight=1) as worker,
+            self._workers.lease(weight=1) as (worker_name, worker),
         ):
             assignment = Assignment(
                 group_id=group_id,
@@ -183,7 +189,12 @@ class RolloutController:
                 engine=engine,
                 engine_name=name,
             )
-            return await getattr(worker, method).remote(assignment)
+            return await within(
+                self._spec.group_timeout_s,
+                getattr(worker, method).remote(assignment),
+                who=worker_name,
+                doing=f"group {group_id} (rollout.group_timeout_s)",
+            )
 
     async def _reroll_expired(self) -> None:
         while True:
@@ -196,8 +207,11 @@ class RolloutController:
             self._room.set()
 
     def _expire(self, group_id: int) -> None:
-        self._ledger.expire()
-        self._source.put_back(self._untrained.pop(group_id))
+        """Its prompt is drawn again. A worker that died between handing a group over and saying
+        so has had its prompt drawn again already."""
+        if group_id in self._untrained:
+            self._ledger.expire()
+            self._source.put_back(self._untrained.pop(group_id))
 
     def _new_group_id(self) -> int:
         group_id, self._next_group = self._next_group, self._next_group + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 import msgspec
@@ -10,6 +11,7 @@ from ray.actor import ActorHandle
 
 from areal_ray.data.tokenizer import PromptTokenizer
 from areal_ray.deadlines import within
+from areal_ray.errors import DeadlineExceeded
 from areal_ray.plugins import unpack
 from areal_ray.rewards import RewardPool
 from areal_ray.types import (
@@ -90,12 +92,18 @@ class RolloutWorker:
 
     async def _run(self, assignment: Assignment) -> TrajectoryGroup:
         async def generate(request: GenerationRequest) -> GenerationResult:
-            return await within(
-                self._spec.request_timeout_s,
-                assignment.engine.generate.remote(request),
-                who=assignment.engine_name,
-                doing=f"generating {request.request_id} (generation.request_timeout_s)",
-            )
+            call = assignment.engine.generate.remote(request)
+            try:
+                return await within(
+                    self._spec.request_timeout_s,
+                    call,
+                    who=assignment.engine_name,
+                    doing=f"generating {request.request_id} (generation.request_timeout_s)",
+                )
+            except (DeadlineExceeded, asyncio.CancelledError):
+                # Giving up the wait does not end the call: the engine is to stop working on it.
+                ray.cancel(call)
+                raise
 
         context = RolloutContext(
             group_id=assignment.group_id,

@@ -134,9 +134,15 @@ class TrainerActor:
     async def export(self, directory: str) -> None:
         await self._in_thread(lambda: self._started.export(Path(directory)))
 
+    async def finish(self, directory: str) -> None:
+        """Export, and see that every rollout is in its file: raises if either is not."""
+        await self.export(directory)
+        await self.close()
+
     async def close(self) -> None:
-        if self._rollouts is not None:
-            await asyncio.to_thread(self._rollouts.close)
+        rollouts, self._rollouts = self._rollouts, None
+        if rollouts is not None:
+            await asyncio.to_thread(rollouts.close)
 
     @property
     def _started(self) -> PolicyTrainer:

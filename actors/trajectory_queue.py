@@ -15,9 +15,12 @@ import msgspec
 import ray
 from ray.actor import ActorHandle
 
+from areal_ray.deadlines import within
 from areal_ray.errors import QueueClosed
 from areal_ray.trajectory_buffer import TrajectoryBuffer
 from areal_ray.types import GroupSummary, WeightVersion
+
+HAND_OVER_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -57,9 +60,13 @@ class TrajectoryQueue:
             # The second return value only tells that the first is stored: awaiting the group
             # itself would bring it here.
             group, stored = worker.hand_over.options(num_returns=2).remote(summary.group_id)
-            await stored
+            await within(
+                HAND_OVER_TIMEOUT_S, stored, who="a rollout worker", doing="handing a group over"
+            )
         except BaseException:
-            self._buffer.cancel(summary)
+            async with self._changed:
+                self._buffer.cancel(summary)
+                self._changed.notify_all()
             raise
         async with self._changed:
             self._buffer.put(group, summary)

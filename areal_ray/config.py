@@ -21,6 +21,7 @@ CountOrZero = Annotated[int, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
 Fraction = Annotated[float, Meta(gt=0, le=1)]
+Decay = Annotated[float, Meta(ge=0, lt=1)]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,6 +100,8 @@ class RolloutConfig(Section):
     """Processes that run episodes."""
     workflow: str = "single_turn"
     """What an episode is: a name, or `file.py:function`."""
+    group_timeout_s: Positive = 3600.0
+    """A whole episode, reward and place in the queue included, must end within this."""
     max_failed_groups: CountOrZero = 16
     """More failures than this end the run, with the first one as the cause."""
 
@@ -115,8 +118,8 @@ class TrainerConfig(Section):
     """Groups in one optimizer step."""
     lr: Positive = 1e-6
     lr_warmup_steps: CountOrZero = 10
-    beta1: NotNegative = 0.9
-    beta2: NotNegative = 0.95
+    beta1: Decay = 0.9
+    beta2: Decay = 0.95
     weight_decay: NotNegative = 0.0
     max_grad_norm: Positive = 1.0
     micro_batch_tokens: Count = 16384
@@ -125,7 +128,7 @@ class TrainerConfig(Section):
 
 
 class WeightsConfig(Section):
-    bucket_mib: Positive = 256.0
+    bucket_mib: Annotated[float, Meta(ge=0.001)] = 256.0
     """Weights travel in buffers of this size."""
     timeout_s: Positive = 300.0
     """One weight update must reach every engine within this."""
@@ -143,7 +146,7 @@ class Config(Section):
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
     """What the run is called; its files go to `<runs_dir>/<name>`."""
     runs_dir: str = "runs"
-    seed: int = 0
+    seed: CountOrZero = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: GPUs if the cluster has any."""
     steps: Count = 100
@@ -202,22 +205,11 @@ def _problems(config: Config, has_held_out: bool) -> Iterator[str]:
             "generation.temperature: expected a number > 0, got 0: greedy samples of a prompt "
             "are all alike, and there is nothing to learn from them"
         )
-    limit = config.rollout.max_concurrent_groups
-    if limit is not None and limit < config.trainer.groups_per_step and _is_synchronous(config):
-        yield (
-            f"rollout.max_concurrent_groups: expected an integer >= "
-            f"{config.trainer.groups_per_step} (trainer.groups_per_step) with "
-            f"`max_staleness: 0`, got {limit}"
-        )
     if config.device == "cpu" and config.generation.tensor_parallel > 1:
         yield (
             "generation.tensor_parallel: expected 1 with `device: cpu`, got "
             f"{config.generation.tensor_parallel}"
         )
-
-
-def _is_synchronous(config: Config) -> bool:
-    return config.rollout.max_staleness == 0
 
 
 def resolve(config: Config, *, device: Literal["cpu", "cuda"]) -> Config:

@@ -7,6 +7,7 @@ expected and the nearest valid name; all problems of a file are named at once.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -114,12 +115,18 @@ def _problems(raw: Raw, section: type[Section], *, at: str) -> Iterator[str]:
             else:
                 yield f"{here}: expected a section of keys and values, got {_shown(value)}"
             continue
-        try:
-            msgspec.convert(value, field.type)
-        except msgspec.ValidationError:
+        if not _is_valid(value, field.type):
             yield f"{here}: expected {_expected(types[name])}, got {_shown(value)}" + _meant(
                 value, types[name]
             )
+
+
+def _is_valid(value: object, kind: type) -> bool:
+    try:
+        converted = msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        return False
+    return not isinstance(converted, float) or math.isfinite(converted)
 
 
 def _join(at: str, key: object) -> str:

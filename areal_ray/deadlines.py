@@ -1,8 +1,8 @@
 """An await with a time limit that names who did not answer.
 
-A hang is the worst failure of a long run: nothing is printed and nobody is to blame. So no
-remote call is awaited bare; each goes through `within`, and its error says who was asked to do
-what, and for how long.
+A hang is the worst failure of a long run: nothing is printed and nobody is to blame. So whoever
+asks something of another process sets a limit with `within`, and the error past it says who was
+asked to do what, and for how long.
 """
 
 from __future__ import annotations

@@ -54,6 +54,10 @@ class WorkflowError(ArealRayError):
     """A workflow gave something that can't be trained on."""
 
 
+class TrainingError(ArealRayError):
+    """An optimizer step can't be taken."""
+
+
 class WeightUpdateError(ArealRayError):
     """A weight update did not reach every engine."""
 

@@ -21,9 +21,10 @@ import msgspec
 from areal_ray.actors.crew import Crew, Task
 from areal_ray.algorithms import ADVANTAGES, POLICY_LOSSES
 from areal_ray.config import Config, check, resolve
+from areal_ray.config_file import from_mapping
 from areal_ray.data import load_prompts
 from areal_ray.data.source import as_prompts, refuse_without_answers
-from areal_ray.errors import ConfigError, ModelError, PluginError, root_cause
+from areal_ray.errors import ConfigError, ModelError, PluginError, described, root_cause
 from areal_ray.observability.run_files import RunFiles
 from areal_ray.observability.terminal import View, open_view
 from areal_ray.placement import Cluster, connect, plan, reserve
@@ -69,7 +70,7 @@ def train(
     try:
         return asyncio.run(run.train())
     except asyncio.CancelledError:
-        raise KeyboardInterrupt("stopped at once; nothing was saved") from None
+        raise KeyboardInterrupt("stopped at once") from None
 
 
 class Run:
@@ -84,6 +85,8 @@ class Run:
         reward: Reward | None = None,
         workflow: Workflow | None = None,
     ) -> None:
+        # Once more by the strict way: a config made in Python has not gone through it.
+        config = from_mapping(msgspec.to_builtins(config))
         check(config, held_out_given=held_out is not None)
         self._config = config
         self._prompts = _prompts(prompts, config.data.train, "data.train")
@@ -108,15 +111,17 @@ class Run:
         view = open_view(files.directory.name, self._config.steps)
         try:
             with StopSignals() as stop:
-                return await self._train(files, view, stop)
-        except Exception as error:
+                result = await self._train(files, view, stop)
+        except BaseException as error:
+            view.close()
+            await _close_after(files, error)
             # Raised as what it is, so that it stands on the last line of the last screen.
             if (cause := root_cause(error)) is error:
                 raise
             raise cause from error
-        finally:
-            view.close()
-            await asyncio.to_thread(files.close)
+        view.close()
+        await asyncio.to_thread(files.close)
+        return result
 
     async def _train(self, files: RunFiles, view: View, stop: StopSignals) -> RunResult:
         async with contextlib.AsyncExitStack() as ending:
@@ -152,7 +157,7 @@ class Run:
         config = resolve(self._config, device=cluster.device)
         await asyncio.to_thread(files.save_config, config)
         seats = await reserve(plan(config, device=cluster.device))
-        ending.callback(seats.release)
+        ending.push_async_callback(asyncio.to_thread, seats.release)
         task = Task(
             prompts=self._prompts,
             demonstrations=self._demonstrations,
@@ -166,6 +171,14 @@ class Run:
         view.phase(f"starting {config.generation.engines} engines and the trainer{warmup}{where}")
         await crew.start(view.phase)
         return crew, config
+
+
+async def _close_after(files: RunFiles, error: BaseException) -> None:
+    """What goes wrong while the files are closed must not hide what went wrong before."""
+    try:
+        await asyncio.to_thread(files.close)
+    except Exception as late:  # noqa: BLE001 - told with the error that came first
+        error.add_note(f"The run's files could not be closed: {described(late)}")
 
 
 async def _leave(connecting: asyncio.Task[Cluster]) -> None:

@@ -69,21 +69,29 @@ class Session:
             raise
 
     async def finish(self, ended: Ending) -> None:
-        """Export the model and, at the same time, evaluate it."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(
-                within(
-                    self._config.trainer.step_timeout_s,
-                    self._crew.trainer.export.remote(str(self._files.model)),
-                    who="the trainer",
-                    doing="the export (trainer.step_timeout_s)",
-                )
-            )
-            if ended == "stopped":
-                await self._end_evaluation(cancel=True)
-            else:
-                self._begin_evaluation()
-                await self._end_evaluation()
+        """Save the model and the rollouts; at the same time evaluate, unless the run is stopped.
+
+        An evaluation that fails is told only after the model is saved.
+        """
+        saving = within(
+            self._config.trainer.step_timeout_s,
+            self._crew.trainer.finish.remote(str(self._files.model)),
+            who="the trainer",
+            doing="saving the model (trainer.step_timeout_s)",
+        )
+        outcomes = await asyncio.gather(
+            saving, self._last_evaluation(ended), return_exceptions=True
+        )
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    async def _last_evaluation(self, ended: Ending) -> None:
+        if ended == "stopped":
+            await self._end_evaluation(cancel=True)
+        else:
+            self._begin_evaluation()
+            await self._end_evaluation()
 
     async def _learn(self) -> Ending:
         config, crew = self._config, self._crew

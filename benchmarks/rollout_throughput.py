@@ -54,7 +54,7 @@ def make_model(directory: Path, hidden: int, layers: int) -> None:
 
 
 async def bare(config: Config, model: Path, groups: int) -> float:
-    engine = VllmEngine(engine_spec(config, 0, str(model)))
+    engine = VllmEngine(engine_spec(config, 0, str(model)), address="127.0.0.1")
     await engine.start()
     prompt_ids = np.arange(3, 3 + len(PROMPT), dtype=np.int32)
     gate = asyncio.Semaphore(config.rollout.max_concurrent_groups)

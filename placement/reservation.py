@@ -46,18 +46,24 @@ class Reservation:
 
 
 async def reserve(plan: PlacementPlan) -> Reservation:
-    group = placement_group([bundle.resources for bundle in plan.bundles], strategy="PACK")
+    """Wait for all bundles of the plan. Gives them back if the wait is given up."""
+    group = await asyncio.to_thread(
+        placement_group, [bundle.resources for bundle in plan.bundles], strategy="PACK"
+    )
+    reservation = Reservation(plan, group)
     try:
-        reserved = await asyncio.to_thread(group.wait, RESERVE_TIMEOUT_S)
+        if not await asyncio.to_thread(group.wait, RESERVE_TIMEOUT_S):
+            raise PlacementError(await asyncio.to_thread(_what_is_missing, plan))
     except BaseException:
-        remove_placement_group(group)
+        await asyncio.to_thread(reservation.release)
         raise
-    if not reserved:
-        free = ray.available_resources()
-        remove_placement_group(group)
-        raise PlacementError(
-            f"the cluster did not free {plan.cpus:g} CPUs and {plan.gpus} GPUs within "
-            f"{RESERVE_TIMEOUT_S:g} s; free now: {free.get('CPU', 0):g} CPUs, "
-            f"{free.get('GPU', 0):g} GPUs"
-        )
-    return Reservation(plan, group)
+    return reservation
+
+
+def _what_is_missing(plan: PlacementPlan) -> str:
+    free = ray.available_resources()
+    return (
+        f"the cluster did not free {plan.cpus:g} CPUs and {plan.gpus} GPUs within "
+        f"{RESERVE_TIMEOUT_S:g} s; free now: {free.get('CPU', 0):g} CPUs, "
+        f"{free.get('GPU', 0):g} GPUs"
+    )

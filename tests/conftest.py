@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -64,10 +65,32 @@ class MarkedProcesses:
                 continue
         return found
 
+    def named(self, prefix: str) -> list[int]:
+        return [pid for pid, command in self.alive().items() if command.startswith(prefix)]
+
+    def listening(self) -> set[str]:
+        """The addresses, in the kernel's hexadecimal, that these processes listen on."""
+        sockets = set()
+        for pid in self.alive():
+            for handle in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    sockets.add(os.readlink(handle))
+        addresses = set()
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                    addresses.add(fields[1].partition(":")[0])
+        return addresses
+
+    def kill(self) -> None:
+        for pid in self.alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
 
 @pytest.fixture
 def marked_processes(request: pytest.FixtureRequest) -> Iterator[MarkedProcesses]:
     marked = MarkedProcesses(f"{request.node.name}-{os.getpid()}")
     yield marked
-    for pid in marked.alive():
-        os.kill(pid, signal.SIGKILL)
+    marked.kill()

@@ -65,6 +65,12 @@ def zero(prompt: Prompt, completion: Completion) -> float:
     return 0.0
 
 
+def broken_for_one(prompt: Prompt, completion: Completion) -> float:
+    if prompt.answer == "22":
+        raise KeyError("no such answer")
+    return 0.0
+
+
 def broken(prompt: Prompt, completion: Completion) -> float:
     raise KeyError("the user's mistake")
 
@@ -74,6 +80,7 @@ class ControlPlane:
         spec = {
             "samples": 2,
             "sampling": Sampling(max_new_tokens=4),
+            "group_timeout_s": 20.0,
             "groups_per_step": 4,
             "max_staleness": 1,
             "max_concurrent_groups": 100,
@@ -84,7 +91,7 @@ class ControlPlane:
             "seed": 0,
         } | changes
         self.queue = TrajectoryQueue.remote(
-            batch=4, max_groups=100, max_bytes=2**20, max_staleness=1
+            batch=4, max_groups=1000, max_bytes=2**20, max_staleness=1
         )
         self.engine = EchoEngine.remote()
         self.worker = RolloutWorker.remote(
@@ -101,7 +108,11 @@ class ControlPlane:
             self.queue,
         )
         self.controller = RolloutController.remote(
-            ControllerSpec(**spec), PROMPTS, [("engine-0", self.engine)], [self.worker], self.queue
+            ControllerSpec(**spec),
+            PROMPTS,
+            [("engine-0", self.engine)],
+            [("worker-0", self.worker)],
+            self.queue,
         )
 
     async def wait_for(self, condition: Callable) -> None:
@@ -197,6 +208,19 @@ def test_a_reward_that_always_raises_ends_the_run_with_its_traceback(plane) -> N
     message = str(root_cause(failed.value))
     assert "4 groups failed, more than rollout.max_failed_groups (3) allows" in message
     assert 'KeyError: "the user\'s mistake"' in message
+
+
+def test_one_bad_prompt_does_not_end_the_run(plane) -> None:
+    async def scenario() -> None:
+        # 200 groups, five times round the 40 prompts; few at a time, or one prompt would be in
+        # flight more often than it may fail.
+        control = plane(broken_for_one, groups_per_step=100, max_concurrent_groups=8)
+        await control.controller.start.remote()
+        await control.wait_for(lambda ledger: ledger.accepted == 200 and not ledger.running)
+        # It failed three times and was given up, within the budget of three.
+        assert (await control.controller.status.remote()).ledger.failed == 3
+
+    run(scenario())
 
 
 def test_an_engine_that_stops_answering_is_named(plane) -> None:

@@ -70,6 +70,20 @@ def test_what_can_be_refused_is_refused_before_anything_starts(
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_config_made_in_python_is_checked_as_strictly() -> None:
+    from areal_ray import Config, train
+    from areal_ray.config import ModelConfig, TrainerConfig
+    from areal_ray.errors import ConfigError
+
+    config = Config(
+        name="../elsewhere", model=ModelConfig(path="m"), trainer=TrainerConfig(lr="fast")
+    )
+    with pytest.raises(ConfigError) as refused:
+        train(config, prompts=[], reward=lambda prompt, completion: 0.0)
+    assert "name: expected text that matches" in str(refused.value)
+    assert 'trainer.lr: expected a number > 0, got the text "fast"' in str(refused.value)
+
+
 def test_help_needs_neither_torch_nor_ray() -> None:
     script = (
         "import sys\nfrom areal_ray.cli import main\n"

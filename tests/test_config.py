@@ -54,6 +54,9 @@ def write(tmp_path: Path, text: str) -> Path:
             "generation: {kv_cache_gib: big}",
             'generation.kv_cache_gib: expected a number > 0 or null, got the text "big"',
         ),
+        ("seed: -1", "seed: expected an integer >= 0, got -1"),
+        ("trainer: {beta1: 1}", "trainer.beta1: expected a number >= 0 and < 1, got 1"),
+        ("trainer: {lr: .inf}", "trainer.lr: expected a number > 0, got inf"),
         ("goal: [1]", "goal: expected a number or null, got a list"),
         (
             "steps: 0\ntrainer: {lrr: 1}",
@@ -97,11 +100,6 @@ def test_a_bad_value_is_refused_with_its_path_and_what_was_expected(
             {"generation": {"temperature": 0}},
             "generation.temperature: expected a number > 0, got 0: greedy samples of a prompt are "
             "all alike, and there is nothing to learn from them",
-        ),
-        (
-            {"rollout": {"max_staleness": 0, "max_concurrent_groups": 8}},
-            "rollout.max_concurrent_groups: expected an integer >= 32 (trainer.groups_per_step) "
-            "with `max_staleness: 0`, got 8",
         ),
         (
             {"device": "cpu", "generation": {"tensor_parallel": 2}},

@@ -15,7 +15,7 @@ PROMPTS = [Prompt(text=str(index)) for index in range(10)]
 
 
 def draw(source: PromptSource, count: int) -> list[str]:
-    return [source.draw().text for _ in range(count)]
+    return [source.draw().prompt.text for _ in range(count)]
 
 
 def test_each_epoch_deals_every_prompt_once_in_an_order_of_its_own() -> None:
@@ -36,6 +36,26 @@ def test_a_prompt_that_is_put_back_is_drawn_again_first() -> None:
     first = source.draw()
     source.put_back(first)
     assert draw(source, 2) == ["0", "1"]
+
+
+def test_a_prompt_that_fails_is_tried_again_at_the_end_of_the_epoch_and_then_given_up() -> None:
+    source = PromptSource(PROMPTS[:3], seed=0, shuffle=False)
+    assert source.failed(source.draw())
+    # 0 has failed once: the epoch goes on with 1 and 2, then 0 again.
+    assert draw(source, 2) == ["1", "2"]
+    again = source.draw()
+    assert again.prompt.text == "0"
+    assert source.failed(again)
+    again = source.draw()
+    assert not source.failed(again)
+    assert draw(source, 4) == ["1", "2", "1", "2"]
+
+
+def test_a_source_whose_prompts_all_fail_goes_on_dealing() -> None:
+    source = PromptSource(PROMPTS[:2], seed=0, shuffle=False)
+    for _ in range(20):
+        source.failed(source.draw())
+    assert source.draw().prompt.text in ("0", "1")
 
 
 def test_prompts_are_read_from_json_lines(tmp_path: Path) -> None:

@@ -135,3 +135,27 @@ def test_an_error_while_writing_is_raised_by_close(tmp_path: Path) -> None:
     writer.write(1)
     with pytest.raises(OSError, match="disk full"):
         writer.close()
+
+
+def test_an_early_error_is_not_forgotten_for_later_successes(tmp_path: Path) -> None:
+    ready = threading.Event()
+
+    def fail_first(item: int) -> list[Line]:
+        ready.wait(10)
+        if item == 0:
+            raise OSError("disk full")
+        return [Line(item)]
+
+    writer = JsonlWriter(tmp_path / "lines.jsonl", fail_first)
+    writer.write(0)
+    writer.write(1)
+    ready.set()
+    with pytest.raises(OSError, match="disk full"):
+        writer.close()
+
+
+def test_a_line_that_was_cut_off_does_not_hide_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    line = msgspec.json.encode(step(1))
+    path.write_bytes(line + b"\n" + line[:20])
+    assert read_metrics(path) == [step(1)]

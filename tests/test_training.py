@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from areal_ray.algorithms import ADVANTAGES, POLICY_LOSSES, LossInputs, LossOutputs, PolicyLoss
 from areal_ray.config import AlgorithmConfig, TrainerConfig
+from areal_ray.errors import TrainingError
+from areal_ray.plugins import pack as pack_function
 from areal_ray.training import PolicyTrainer, TrainerSpec
 from areal_ray.training.model import CausalModel
 from areal_ray.training.packing import LearnedSequence, pack
@@ -83,7 +86,9 @@ def test_logprobs_in_chunks_are_the_same(
     torch.testing.assert_close(value_and_gradient(), whole)
 
 
-def trainer(tiny_model: Path, **changes: object) -> PolicyTrainer:
+def trainer(
+    tiny_model: Path, loss: PolicyLoss = POLICY_LOSSES["ppo"], **changes: object
+) -> PolicyTrainer:
     return PolicyTrainer(
         TrainerSpec(
             model_path=str(tiny_model),
@@ -95,6 +100,8 @@ def trainer(tiny_model: Path, **changes: object) -> PolicyTrainer:
             seed=0,
             trainer=TrainerConfig(lr=1e-2, lr_warmup_steps=0, **changes),
             algorithm=AlgorithmConfig(),
+            packed_advantage=pack_function(ADVANTAGES["grpo"]),
+            packed_loss=pack_function(loss),
         )
     )
 
@@ -153,6 +160,42 @@ def test_tokens_that_no_model_made_are_not_learned(tiny_model: Path) -> None:
     learner = trainer(tiny_model)
     others = sum(int(t.response_mask.sum()) for t in one.trajectories[1:])
     assert learner.train_on([one]).tokens == others
+
+
+def test_a_loss_of_the_users_own_is_the_one_that_is_trained_with(tiny_model: Path) -> None:
+    def constant(inputs: LossInputs) -> LossOutputs:
+        return LossOutputs(
+            per_token=0 * inputs.logprobs + 3.0,
+            clipped=torch.zeros_like(inputs.logprobs, dtype=torch.bool),
+        )
+
+    assert trainer(tiny_model, constant).train_on([group(0, [1.0, 0.0])]).loss == 3.0
+
+
+def test_a_gradient_that_is_not_finite_is_not_stepped_on(tiny_model: Path) -> None:
+    def broken(inputs: LossInputs) -> LossOutputs:
+        return LossOutputs(
+            per_token=inputs.logprobs * float("nan"),
+            clipped=torch.zeros_like(inputs.logprobs, dtype=torch.bool),
+        )
+
+    learner = trainer(tiny_model, broken)
+    before = [tensor.clone() for _, tensor in learner.model.named_parameters()]
+    with pytest.raises(TrainingError, match="the gradient is not finite"):
+        learner.train_on([group(0, [1.0, 0.0])])
+    after = [tensor for _, tensor in learner.model.named_parameters()]
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+def test_an_export_in_bfloat16_says_so_and_holds_it(tiny_model: Path, tmp_path: Path) -> None:
+    learner = trainer(tiny_model)
+    learner.model.save(tmp_path / "out", torch.bfloat16)
+    from transformers import AutoModelForCausalLM
+
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert again.dtype == torch.bfloat16
+    name, mine = learner.model.named_parameters()[0]
+    assert torch.equal(dict(again.named_parameters())[name], mine.to(torch.bfloat16))
 
 
 def test_the_supervised_phase_teaches_the_answers(tiny_model: Path) -> None:

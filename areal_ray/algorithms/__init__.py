@@ -1,4 +1,4 @@
 from areal_ray.algorithms.advantages import ADVANTAGES, Advantage
-from areal_ray.algorithms.losses import POLICY_LOSSES, LossInputs, PolicyLoss
+from areal_ray.algorithms.losses import POLICY_LOSSES, LossInputs, LossOutputs, PolicyLoss
 
-__all__ = ["ADVANTAGES", "POLICY_LOSSES", "Advantage", "LossInputs", "PolicyLoss"]
+__all__ = ["ADVANTAGES", "POLICY_LOSSES", "Advantage", "LossInputs", "LossOutputs", "PolicyLoss"]

@@ -1,7 +1,7 @@
 """Named functions that a config can choose and a user's script can add to.
 
 @POLICY_LOSSES.register("mine")
-def mine(inputs: LossInputs) -> PolicyLoss: ...
+def mine(inputs: LossInputs) -> LossOutputs: ...
 """
 
 from __future__ import annotations

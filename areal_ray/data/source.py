@@ -1,14 +1,16 @@
 """Prompts, and the cursor that walks over them.
 
 A `PromptSource` deals out prompts epoch after epoch, each epoch in an order fixed by the seed.
-A prompt that was drawn and could not be trained on is put back, and is drawn again first, so
-that none is lost.
+A prompt that was drawn and grew too old to be trained on is put back, and is drawn again first,
+so that none is lost. One whose rollout failed is tried again at the end of the epoch; after
+`MAX_FAILURES` it is given up, so that a single bad prompt can't use up a run's error budget.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -17,6 +19,8 @@ import numpy as np
 from areal_ray.errors import DataError
 from areal_ray.plugins import load_function
 from areal_ray.types import Prompt
+
+MAX_FAILURES = 3
 
 
 def load_prompts(spec: str) -> list[Prompt]:
@@ -62,6 +66,14 @@ def _read_jsonl(path: Path) -> list[Prompt]:
     return as_prompts(prompts, where=str(path))
 
 
+@dataclass(frozen=True)
+class Draw:
+    """A prompt that was dealt out."""
+
+    index: int
+    prompt: Prompt
+
+
 class PromptSource:
     """An endless stream over a finite set of prompts."""
 
@@ -70,25 +82,34 @@ class PromptSource:
         self._seed = seed
         self._shuffle = shuffle
         self._epoch = 0
-        self._position = 0
-        self._put_back: deque[Prompt] = deque()
-        self._order = self._order_of(0)
+        self._upcoming = deque(self._order_of(0))
+        self._failures: Counter[int] = Counter()
 
-    def draw(self) -> Prompt:
-        if self._put_back:
-            return self._put_back.popleft()
-        if self._position == len(self._prompts):
-            self._epoch += 1
-            self._position = 0
-            self._order = self._order_of(self._epoch)
-        prompt = self._prompts[self._order[self._position]]
-        self._position += 1
-        return prompt
+    def draw(self) -> Draw:
+        while True:
+            if not self._upcoming:
+                self._epoch += 1
+                self._upcoming.extend(self._order_of(self._epoch))
+            index = self._upcoming.popleft()
+            if self._failures[index] < MAX_FAILURES:
+                return Draw(index, self._prompts[index])
 
-    def put_back(self, prompt: Prompt) -> None:
-        self._put_back.append(prompt)
+    def put_back(self, draw: Draw) -> None:
+        """Draw it again first."""
+        self._upcoming.appendleft(draw.index)
 
-    def _order_of(self, epoch: int) -> np.ndarray:
+    def failed(self, draw: Draw) -> bool:
+        """Try again at the end of the epoch; False if it has failed too often for that."""
+        self._failures[draw.index] += 1
+        if self._failures[draw.index] < MAX_FAILURES:
+            self._upcoming.append(draw.index)
+            return True
+        if all(self._failures[index] >= MAX_FAILURES for index in range(len(self._prompts))):
+            # None is left: then it is not the prompts, and the error budget is to decide.
+            self._failures.clear()
+        return False
+
+    def _order_of(self, epoch: int) -> list[int]:
         if not self._shuffle:
-            return np.arange(len(self._prompts))
-        return np.random.default_rng([self._seed, epoch]).permutation(len(self._prompts))
+            return list(range(len(self._prompts)))
+        return np.random.default_rng([self._seed, epoch]).permutation(len(self._prompts)).tolist()

@@ -53,4 +53,7 @@ class Engine(Protocol):
     async def discard_weights(self) -> str:
         """Let go of what was staged; the old weights go on serving."""
 
+    @property
+    def is_dead(self) -> bool: ...
+
     async def close(self) -> None: ...

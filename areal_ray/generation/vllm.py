@@ -17,7 +17,7 @@ import numpy as np
 
 from areal_ray.errors import EngineError
 from areal_ray.generation.engine import CommitReport, EngineSpec
-from areal_ray.generation.lifeline import claim_ownership
+from areal_ray.lifeline import claim_ownership
 from areal_ray.types import (
     Completion,
     GenerationRequest,
@@ -37,13 +37,15 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 class VllmEngine:
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, *, address: str) -> None:
+        """`address`: of this node, the only one that the engine may listen on."""
         self._spec = spec
+        self._address = address
         self._llm: AsyncLLM | None = None
         self._probes = 0
 
     async def start(self) -> None:
-        _set_environment(self._spec)
+        _set_environment(self._spec, self._address)
         claim_ownership()
         self._llm = await asyncio.to_thread(_start_llm, self._spec)
         await self._llm.update_weight_version("0")
@@ -100,6 +102,11 @@ class VllmEngine:
         errors = await self._engine.collective_rpc("discard_staged_weights")
         return "; ".join(filter(None, errors))
 
+    @property
+    def is_dead(self) -> bool:
+        """It did not come up, or its process is gone: the reason is in the log."""
+        return self._llm is None or self._llm.errored
+
     async def close(self) -> None:
         llm, self._llm = self._llm, None
         if llm is not None:
@@ -112,13 +119,16 @@ class VllmEngine:
         return self._llm
 
 
-def _set_environment(spec: EngineSpec) -> None:
+def _set_environment(spec: EngineSpec, address: str) -> None:
     """What vLLM reads from the environment, for the process it starts. An outer value wins."""
     settings = {
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_HOST_IP": address,
     }
+    if address == "127.0.0.1":
+        settings["GLOO_SOCKET_IFNAME"] = "lo"
     if os.path.isdir(spec.model_path):
         settings["HF_HUB_OFFLINE"] = "1"
     if _on_cpu(spec):
@@ -160,7 +170,9 @@ def _start_llm(spec: EngineSpec) -> AsyncLLM:
         worker_extension_cls="areal_ray.weights.vllm_backend.WorkerExtension",
         gpu_memory_utilization=spec.gpu_memory,
         kv_cache_memory_bytes=_kv_cache_bytes(spec, model, max_model_len),
-        **({"distributed_executor_backend": "uni", "enforce_eager": True} if _on_cpu(spec) else {}),
+        enforce_eager=_on_cpu(spec),
+        # Said outright: inside an actor vLLM would choose Ray, and place workers of its own.
+        distributed_executor_backend="uni" if spec.tensor_parallel == 1 else "mp",
     )
     return AsyncLLM.from_engine_args(args)
 

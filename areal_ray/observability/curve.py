@@ -10,7 +10,9 @@ from areal_ray.observability.records import EvaluationRecord, Record, StepRecord
 
 
 def read_metrics(path: Path) -> list[Record]:
-    return msgspec.json.Decoder(Record).decode_lines(path.read_bytes())
+    """All whole lines: the last one may have been cut off by whatever ended the run."""
+    whole, _, _ = path.read_bytes().rpartition(b"\n")
+    return msgspec.json.Decoder(Record).decode_lines(whole)
 
 
 def draw_curve(metrics: Path, picture: Path, *, title: str) -> None:

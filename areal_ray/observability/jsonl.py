@@ -1,14 +1,14 @@
 """Append records to a JSON-lines file, off the event loop.
 
 `write` only hands the records to a thread that encodes and appends them, so nothing that is
-written holds up who writes it. `close` waits until all of it is in the file, and raises what
-went wrong there.
+written holds up who writes it. `close` waits until all of it is in the file. The first error in
+the thread is raised by the next `write`, and by `close`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -26,21 +26,26 @@ class JsonlWriter(Generic[Item]):
         self._records = records
         self._encoder = msgspec.json.Encoder()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=path.name)
-        self._last: Future[None] | None = None
+        self._error: Exception | None = None
 
     def write(self, item: Item) -> None:
-        if self._last is not None and self._last.done():
-            self._last.result()
-        self._last = self._thread.submit(self._append, item)
+        self._raise_error()
+        self._thread.submit(self._append, item)
 
     def close(self) -> None:
         """Blocks until everything is written: call it off the event loop."""
         self._thread.shutdown()
         self._file.close()
-        if self._last is not None:
-            self._last.result()
+        self._raise_error()
 
     def _append(self, item: Item) -> None:
-        records = [item] if self._records is None else self._records(item)
-        self._file.write(self._encoder.encode_lines(records))
-        self._file.flush()
+        try:
+            records = [item] if self._records is None else self._records(item)
+            self._file.write(self._encoder.encode_lines(records))
+            self._file.flush()
+        except Exception as error:  # noqa: BLE001 - raised where the writer is used
+            self._error = self._error or error
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error

@@ -18,6 +18,7 @@ import msgspec
 
 from areal_ray.deadlines import within
 from areal_ray.errors import DeadlineExceeded, RewardError
+from areal_ray.lifeline import OWNER_PID
 from areal_ray.rewards.messages import LENGTH, SampleToScore, ScoreReply, ScoreRequest
 from areal_ray.types import Completion, Prompt
 
@@ -34,12 +35,15 @@ class RewardPool:
         for _ in range(processes):
             self._idle.put_nowait(None)
         self._started: set[_Scorer] = set()
+        self._closed = False
 
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
         """One reward per completion, in order. Waits for a free process first."""
         scorer = await self._idle.get()
         healthy = False
         try:
+            if self._closed:
+                raise RewardError("the reward pool is closed")
             if scorer is None:
                 scorer = await _Scorer.start(self._packed_reward)
                 self._started.add(scorer)
@@ -47,11 +51,11 @@ class RewardPool:
                 self._timeout_s,
                 scorer.score(_request(prompt, completions)),
                 who="the reward function",
-                doing="scoring a group",
+                doing="scoring a group (reward.timeout_s)",
             )
             healthy = True
         except DeadlineExceeded as error:
-            raise RewardError(f"{error} (reward.timeout_s)") from error
+            raise RewardError(str(error)) from error
         except RewardError:
             healthy = scorer is not None and scorer.alive
             raise
@@ -63,6 +67,7 @@ class RewardPool:
         return rewards
 
     async def close(self) -> None:
+        self._closed = True
         for scorer in self._started:
             scorer.kill()
         await asyncio.gather(*(scorer.wait() for scorer in self._started))
@@ -99,7 +104,11 @@ class _Scorer:
             "areal_ray.rewards.scorer",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                OWNER_PID: str(os.getpid()),
+            },
         )
         scorer = cls(process)
         try:

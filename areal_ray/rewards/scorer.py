@@ -1,7 +1,7 @@
 """The scoring process: reads groups from its standard input, writes rewards to its output.
 
-Started by `RewardPool` as `python -m areal_ray.rewards.scorer`. It ends when its input ends, so
-it outlives neither the pool nor the actor that holds the pool.
+Started by `RewardPool` as `python -m areal_ray.rewards.scorer`. It ends when its input ends, and
+in the middle of a reward when the process that holds the pool is gone.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from typing import BinaryIO
 import msgspec
 import numpy as np
 
+from areal_ray.lifeline import die_with_owner
 from areal_ray.plugins import unpack
 from areal_ray.rewards.messages import LENGTH, SampleToScore, ScoreReply, ScoreRequest
 from areal_ray.types import Completion, Prompt
 
 
 def main() -> None:
+    die_with_owner()
     replies = _claim_stdout()
     requests = sys.stdin.buffer
     packed_reward = _read(requests)

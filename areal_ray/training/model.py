@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -41,7 +42,8 @@ class CausalModel:
                     "way that the trainer does not follow"
                 )
         self.device = device
-        self.module.train()
+        # Without dropout: the logprobs must be those of the policy that the engines serve.
+        self.module.eval()
 
     def logprobs(self, batch: MicroBatch, *, temperature: float) -> Tensor:
         """Of each learned token, given what comes before it in its own sequence."""
@@ -60,6 +62,14 @@ class CausalModel:
         return torch.cat(
             [checkpoint(self._of_chunk, h, t, temperature, use_reentrant=False) for h, t in pieces]
         )
+
+    def save(self, directory: Path, dtype: torch.dtype) -> None:
+        if dtype == torch.float32:
+            self.module.save_pretrained(directory)
+            return
+        copy = type(self.module)(self.module.config).to(dtype)
+        copy.load_state_dict(self.module.state_dict())
+        copy.save_pretrained(directory)
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
         return list(self.module.named_parameters())

@@ -15,9 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_ray.algorithms import ADVANTAGES, POLICY_LOSSES, LossInputs
+from areal_ray.algorithms import Advantage, LossInputs, PolicyLoss
 from areal_ray.config import AlgorithmConfig, TrainerConfig
 from areal_ray.data.tokenizer import PromptTokenizer
+from areal_ray.errors import TrainingError
+from areal_ray.plugins import unpack
 from areal_ray.training.model import CausalModel
 from areal_ray.training.packing import LearnedSequence, MicroBatch, pack
 from areal_ray.types import Prompt, TokenIds, Trajectory, TrajectoryGroup
@@ -36,6 +38,9 @@ class TrainerSpec(msgspec.Struct, frozen=True):
     seed: int
     trainer: TrainerConfig
     algorithm: AlgorithmConfig
+    packed_advantage: bytes
+    packed_loss: bytes
+    """The functions that `algorithm` names: a user's own exist in the driver alone."""
 
 
 class StepMetrics(msgspec.Struct, frozen=True):
@@ -55,8 +60,8 @@ class PolicyTrainer:
     def __init__(self, spec: TrainerSpec) -> None:
         torch.manual_seed(spec.seed)
         self._spec = spec
-        self._advantage = ADVANTAGES[spec.algorithm.advantage]
-        self._loss = POLICY_LOSSES[spec.algorithm.loss]
+        self._advantage: Advantage = unpack(spec.packed_advantage)
+        self._loss: PolicyLoss = unpack(spec.packed_loss)
         self.model = CausalModel(
             spec.model_path,
             device=torch.device(spec.device),
@@ -133,9 +138,7 @@ class PolicyTrainer:
 
     def export(self, directory: Path) -> None:
         """Save a Hugging Face directory that transformers and vLLM load as it is."""
-        dtype: torch.dtype = getattr(torch, self._spec.dtype)
-        state = {name: tensor.to(dtype) for name, tensor in self.model.module.state_dict().items()}
-        self.model.module.save_pretrained(directory, state_dict=state)
+        self.model.save(directory, getattr(torch, self._spec.dtype))
         self.tokenizer.save(directory)
 
     def _step(
@@ -163,6 +166,8 @@ class PolicyTrainer:
         norm = torch.nn.utils.clip_grad_norm_(
             self.model.module.parameters(), self._spec.trainer.max_grad_norm
         )
+        if not torch.isfinite(norm):
+            raise TrainingError(f"the gradient is not finite (norm {norm}, loss {total})")
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()

@@ -82,12 +82,16 @@ class _Reception:
 
     def _receive(self, group: TransferGroup | GroupMember) -> None:
         try:
-            if isinstance(group, GroupMember):
-                group = TransferGroup(group)
-            staging = torch.empty(self.manifest.total_bytes, dtype=torch.uint8, device=self._device)
-            for bucket in self.manifest.buckets():
-                group.broadcast(staging[bucket.start : bucket.stop]).wait()
-            group.count(True, self._device)
+            with _beside_generation(self._device):
+                if isinstance(group, GroupMember):
+                    group = TransferGroup(group)
+                staging = torch.empty(
+                    self.manifest.total_bytes, dtype=torch.uint8, device=self._device
+                )
+                for bucket in self.manifest.buckets():
+                    group.broadcast(staging[bucket.start : bucket.stop]).wait()
+                # Reading the count also waits for the stream: then all bytes are there.
+                group.count(True, self._device)
             self._received = group, staging
         except Exception as error:  # noqa: BLE001 - raised by `result`, told by `trouble`
             self._error = error

@@ -7,6 +7,7 @@ group's time limit. All methods block: call them off the event loop.
 
 from __future__ import annotations
 
+import os
 import socket
 from datetime import timedelta
 from typing import Literal
@@ -62,6 +63,9 @@ class TransferGroup:
         )
         prefixed = dist.PrefixStore(member.group_id, self._store)
         if member.backend == "nccl":
+            # Waits then block the waiting thread up to the time limit and raise; otherwise they
+            # only order streams, and past the limit a watchdog takes the whole process down.
+            os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             self._group = dist.ProcessGroupNCCL(prefixed, member.rank, member.world_size, options)
@@ -86,6 +90,7 @@ class TransferGroup:
 
     def close(self) -> None:
         """Hang up. Members that wait for us learn it at once."""
-        self._group.shutdown()
+        if self.member.backend == "nccl":
+            self._group.abort()
         # Gloo closes its connections when the object goes, and not before.
         self._group = None

@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from areal_ray.generation.lifeline import die_with_owner
+from areal_ray.lifeline import die_with_owner
 from areal_ray.weights.receiver import StagingReceiver
 from areal_ray.weights.update import WeightUpdate
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import msgspec
+import numpy as np
 
 from areal_ray.data.tokenizer import PromptTokenizer
 from areal_ray.errors import PluginError, WorkflowError
@@ -81,9 +83,24 @@ def checked(trajectories: object) -> list[Trajectory]:
     for one in trajectories:
         if not isinstance(one, Trajectory):
             raise WorkflowError(f"a workflow must give trajectories, got a {type(one).__name__}")
-        if not one.response_mask.any():
-            raise WorkflowError("a trajectory holds no token that the policy made")
+        if problem := _problem_with(one):
+            raise WorkflowError(f"a trajectory can't be trained on: {problem}")
     return trajectories
+
+
+def _problem_with(trajectory: Trajectory) -> str:
+    per_token = (trajectory.response_mask, trajectory.logprobs, trajectory.versions)
+    if {len(array) for array in per_token} != {len(trajectory.response_ids)}:
+        return "response_mask, logprobs and versions must be as long as response_ids"
+    if not trajectory.response_mask.any():
+        return "it holds no token that the policy made"
+    if not len(trajectory.prompt_ids):
+        return "its prompt is empty"
+    if not math.isfinite(trajectory.reward):
+        return f"its reward is {trajectory.reward}"
+    if not np.isfinite(trajectory.logprobs[trajectory.response_mask]).all():
+        return "a logprob is not finite"
+    return ""
 
 
 def load_workflow(spec: str) -> Workflow:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from types import ModuleType
 
@@ -17,26 +18,28 @@ from areal_ray.generation.vllm import VllmEngine
 from areal_ray.observability.curve import read_metrics
 from areal_ray.observability.records import EvaluationRecord, StepRecord
 from areal_ray.types import GenerationRequest, Sampling
+from tests.conftest import MarkedProcesses
+from tests.vllm.conftest import EXAMPLES, Training
 
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run that is a smaller demo: one engine, a lower goal."""
-    import os
-
-    from tests.vllm.conftest import EXAMPLES, Training
-
+    marked = MarkedProcesses(f"learned-{os.getpid()}")
     runs = tmp_path_factory.mktemp("learned")
     training = Training(
-        dict(os.environ),
+        marked.environment,
         str(EXAMPLES / "arithmetic.yaml"),
         f"runs_dir={runs}",
         "generation.engines=1",
         "trainer.lr=2e-4",
         "goal=0.6",
     )
-    assert training.wait() == 0, training.output
-    assert "goal reached" in training.output
+    try:
+        assert training.wait(timeout_s=540.0) == 0, training.output
+        assert "goal reached" in training.output
+    finally:
+        marked.kill()
     return runs / "arithmetic"
 
 
@@ -118,7 +121,8 @@ async def _vllm_answers(model: Path, prompts: np.ndarray) -> list[list[int]]:
             gpu_memory=0.85,
             trust_remote_code=False,
             seed=0,
-        )
+        ),
+        address="127.0.0.1",
     )
     await engine.start()
     try:

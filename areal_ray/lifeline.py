@@ -1,8 +1,8 @@
-"""An engine's processes die with the actor that owns them, however it dies.
+"""Helper processes die with the actor that owns them, however it dies.
 
-vLLM runs its engine in a process of its own. When the actor is killed, nobody is left to stop
-that process, and it keeps its memory and its GPU for ever. So each of them holds on to the
-owner's pid and ends itself as soon as the owner is gone.
+vLLM runs its engine in a process of its own, and rewards run in others. When the actor is
+killed, nobody is left to stop them, and they keep their memory and their GPU for ever. So each
+of them holds on to the owner's pid and ends itself as soon as the owner is gone.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import os
 import select
 import threading
 
-OWNER_PID = "AREAL_RAY_ENGINE_OWNER_PID"
+OWNER_PID = "AREAL_RAY_OWNER_PID"
 
 
 def claim_ownership() -> None:
-    """Called in the owner, before it starts the engine: its children inherit the variable."""
+    """Called in the owner, before it starts a helper: its children inherit the variable."""
     os.environ[OWNER_PID] = str(os.getpid())
 
 
 def die_with_owner() -> None:
-    """Called in a process of the engine: end with the owner. Does nothing without one."""
+    """Called in a helper: end with the owner. Does nothing without one."""
     owner = os.environ.get(OWNER_PID)
     if owner is None or int(owner) == os.getpid():
         return
