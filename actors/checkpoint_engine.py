@@ -109,7 +109,7 @@ class CheckpointEngineManager:
             async with asyncio.TaskGroup() as tasks:
                 for who, call in calls.items():
                     tasks.create_task(within(self._timeout_s, call, who=who, doing=doing))
-        except* Exception as errors:  # noqa: BLE001 - raised again, as what it means here
+        except ExceptionGroup as errors:
             first = errors.exceptions[0]
             raise WeightUpdateError(
                 f"version {version} was not staged: {described(first)}"
