@@ -57,9 +57,12 @@ class Crew:
         """Make the actors whose places are known. None of them does anything yet."""
         self._config = config
         self._task = task
+        # Each group in flight may need a second call to its worker, the queue's for the finished
+        # group; and a probe or a commit must not wait behind all of them.
+        calls_at_once = 1024 + 2 * config.rollout.max_concurrent_groups
         self._engine_names = [_engine_name(index) for index in range(config.generation.engines)]
         self.engines = [
-            GenerationActor.options(name=name, **vars(slot)).remote(
+            GenerationActor.options(name=name, max_concurrency=calls_at_once, **vars(slot)).remote(
                 engine_spec(config, index, model_path)
             )
             for index, (name, slot) in enumerate(
@@ -69,7 +72,7 @@ class Crew:
         self.queue = TrajectoryQueue.options(
             name="trajectory-queue",
             num_cpus=0,
-            max_concurrency=1024 + config.rollout.max_concurrent_groups,
+            max_concurrency=calls_at_once,
         ).remote(
             batch=config.trainer.groups_per_step,
             # One batch in training and as many as may wait: the ledger's bound, kept here too.
@@ -82,8 +85,6 @@ class Crew:
             _trainer_spec(config, model_path), self.queue, str(run_dir)
         )
         self._worker_names = [f"worker-{index}" for index in range(config.rollout.workers)]
-        # Each group in flight may need a second call, the queue's for the finished group.
-        calls_at_once = 1024 + 2 * config.rollout.max_concurrent_groups
         self._workers = [
             RolloutWorker.options(name=name, num_cpus=0, max_concurrency=calls_at_once).remote(
                 _worker_spec(config, task, model_path), self.queue

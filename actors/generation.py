@@ -16,10 +16,8 @@ from areal_ray.types import GenerationRequest, GenerationResult, WeightVersion
 
 T = TypeVar("T")
 
-MAX_CALLS_AT_ONCE = 4096
 
-
-@ray.remote(max_concurrency=MAX_CALLS_AT_ONCE)
+@ray.remote
 class GenerationActor:
     def __init__(self, spec: EngineSpec) -> None:
         self._name = spec.name

@@ -43,8 +43,6 @@ class ControllerSpec(msgspec.Struct, frozen=True):
 class RolloutStatus(msgspec.Struct, frozen=True):
     ledger: LedgerCounts
     generated_tokens: int
-    engine_loads: tuple[int, ...]
-    """Tokens asked of each engine and not yet given."""
 
 
 class Evaluation(msgspec.Struct, frozen=True):
@@ -108,7 +106,6 @@ class RolloutController:
         return RolloutStatus(
             ledger=self._ledger.counts,
             generated_tokens=self._generated_tokens,
-            engine_loads=self._engines.loads,
         )
 
     async def evaluate(self, prompts: Sequence[Prompt]) -> Evaluation:

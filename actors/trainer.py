@@ -33,8 +33,6 @@ class TrainReport(msgspec.Struct, frozen=True):
     """One optimizer step: what it was made of and what it measured."""
 
     step: int
-    groups: int
-    samples: int
     mean_reward: float
     mean_response_tokens: float
     mean_staleness: float
@@ -181,8 +179,6 @@ def _report(
     staleness = version - np.concatenate([t.versions[t.response_mask] for t in trajectories])
     return TrainReport(
         step=step,
-        groups=len(groups),
-        samples=len(trajectories),
         mean_reward=float(np.mean([t.reward for t in trajectories])),
         mean_response_tokens=float(np.mean([len(t.response_ids) for t in trajectories])),
         mean_staleness=float(staleness.mean()),

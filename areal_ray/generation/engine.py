@@ -48,7 +48,8 @@ class Engine(Protocol):
         """Begin to receive new weights beside the ones that serve; returns at once."""
 
     async def commit_weights(self, version: WeightVersion) -> CommitReport:
-        """Pause, swap, stamp, resume. Resumes also if the swap fails."""
+        """Pause, swap, stamp, resume. A pause that fails is undone; after a swap that fails the
+        weights may be torn, and the engine is not resumed."""
 
     async def discard_weights(self) -> str:
         """Let go of what was staged; the old weights go on serving."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from areal_ray.errors import EngineError
+from areal_ray.errors import EngineError, described
 from areal_ray.generation.engine import CommitReport, EngineSpec
 from areal_ray.lifeline import claim_ownership
 from areal_ray.types import (
@@ -92,9 +92,19 @@ class VllmEngine:
             # Kept requests go on under the new weights; clearing the cache makes them, and
             # every later prompt with the same prefix, recompute what the old weights left.
             await self._engine.pause_generation(mode="keep", clear_cache=True)
-            await self._engine.finish_weight_update(weight_version=str(version))
-        finally:
+        except BaseException:
+            # Half a pause is undone too: the old weights are whole, and go on serving.
             await self._engine.resume_generation()
+            raise
+        try:
+            await self._engine.finish_weight_update(weight_version=str(version))
+        except BaseException as error:
+            # Some weights may be new and some old: such an engine must not generate again.
+            raise EngineError(
+                f"{self._spec.name} may hold torn weights after a failed swap to version "
+                f"{version}, and stays paused: {described(error)}"
+            ) from error
+        await self._engine.resume_generation()
         paused_s = time.perf_counter() - began
         return CommitReport(engine=self._spec.name, version=version, paused_s=paused_s)
 

@@ -90,8 +90,7 @@ class _Reception:
                 )
                 for bucket in self.manifest.buckets():
                     group.broadcast(staging[bucket.start : bucket.stop]).wait()
-                # Reading the count also waits for the stream: then all bytes are there.
-                group.count(True, self._device)
+                group.acknowledge(self._device)
             self._received = group, staging
         except Exception as error:  # noqa: BLE001 - raised by `result`, told by `trouble`
             self._error = error

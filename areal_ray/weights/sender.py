@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import torch
 
-from areal_ray.errors import WeightUpdateError
 from areal_ray.weights.layout import WeightManifest, as_bytes, pieces_of
 from areal_ray.weights.transport import TransferGroup
 
@@ -43,7 +42,4 @@ def send(
     for work in on_the_way:
         if work is not None:
             work.wait()
-    ready = group.count(True, device)
-    if ready != group.member.world_size:
-        missing = group.member.world_size - ready
-        raise WeightUpdateError(f"{missing} of the engines' workers could not stage the weights")
+    group.acknowledge(device)

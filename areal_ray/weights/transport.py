@@ -82,11 +82,14 @@ class TransferGroup:
         options.rootTensor = 0
         return self._group.broadcast([buffer], options)
 
-    def count(self, ready: bool, device: torch.device) -> int:
-        """How many members are ready; waits until all have said so. Says so to all."""
-        votes = torch.tensor([int(ready)], dtype=torch.int64, device=device)
-        self._group.allreduce([votes], dist.AllreduceOptions()).wait()
-        return int(votes.item())
+    def acknowledge(self, device: torch.device) -> None:
+        """Say that all buckets are here; returns once every member has said so.
+
+        A member that can't say it is missed, and the wait ends with the group's time limit.
+        """
+        vote = torch.ones(1, dtype=torch.int64, device=device)
+        self._group.allreduce([vote], dist.AllreduceOptions()).wait()
+        vote.item()  # on a GPU this also waits for the stream: then all bytes are there
 
     def close(self) -> None:
         """Hang up. Members that wait for us learn it at once."""
