@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,6 +26,7 @@ from areal_ray.weights.transport import GroupMember
 from areal_ray.weights.update import WeightUpdate
 
 DISCARD_TIMEOUT_S = 30.0
+MAX_ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,19 @@ class EngineMember:
     name: str
     handle: ActorHandle
     address: str
+    process: str
     workers: int
     """Tensor-parallel workers: each is a member of the group."""
 
 
 class UpdateReport(msgspec.Struct, frozen=True):
     version: WeightVersion
+    engines: int
+    """How many serve the version now."""
     staged_s: float
     longest_pause_s: float
+    lost: dict[str, str]
+    """Engines that did not get it, and why: each must be restarted before it serves again."""
 
 
 @ray.remote(max_concurrency=64)
@@ -49,73 +54,129 @@ class CheckpointEngineManager:
     def __init__(
         self,
         trainer: ActorHandle,
-        engines: Sequence[EngineMember],
         *,
         backend: Literal["gloo", "nccl"],
         bucket_bytes: int,
         timeout_s: float,
     ) -> None:
         self._trainer = trainer
-        self._engines = list(engines)
+        self._engines: dict[str, EngineMember] = {}
+        """Those that hold the current weights: an update is for all of them."""
         self._backend = backend
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
-        self._aborted_updates = 0
+        self._groups_made = 0
+        self._group_of: tuple[str, ...] = ()
         self._one_at_a_time = asyncio.Lock()
 
-    async def update_weights(self, version: WeightVersion) -> UpdateReport:
+    async def sync(self, engine: EngineMember) -> None:
+        """Give one engine the trainer's weights; from then on it takes part in every update."""
         async with self._one_at_a_time:
-            began = time.perf_counter()
-            async with AsyncExitStack() as undo:
-                undo.push_async_callback(self._discard_everywhere)
-                await self._stage(version)
-                staged_s = time.perf_counter() - began
-                undo.pop_all()
-            commits = await self._commit(version)
+            known = self._engines.get(engine.name)
+            if known is not None and known.process == engine.process:
+                return
+            version, _ = await self._stage([engine])
+            _, lost = await self._commit([engine], version)
+            if lost:
+                raise WeightUpdateError(lost[engine.name])
+            self._engines[engine.name] = engine
+
+    async def forget(self, name: str) -> None:
+        """It takes part no more: it is lost, or has left."""
+        self._engines.pop(name, None)
+
+    async def update_weights(self, version: WeightVersion) -> UpdateReport:
+        """Carry the trainer's weights to every engine that is there. One that is lost on the way
+        is left out, and the others get them; with none left, the next to start will."""
+        async with self._one_at_a_time:
+            lost: dict[str, str] = {}
+            staged_s, staged = await self._stage_on_all(version, lost)
+            pauses, not_committed = await self._commit(staged, version)
+            lost |= not_committed
+            for name in lost:
+                self._engines.pop(name, None)
             return UpdateReport(
                 version=version,
+                engines=len(pauses),
                 staged_s=staged_s,
-                longest_pause_s=max(commit.paused_s for commit in commits),
+                longest_pause_s=max(pauses, default=0.0),
+                lost=lost,
             )
 
-    async def _stage(self, version: WeightVersion) -> None:
-        doing = f"staging version {version} (weights.timeout_s)"
+    async def _stage_on_all(
+        self, version: WeightVersion, lost: dict[str, str]
+    ) -> tuple[float, list[EngineMember]]:
+        for _ in range(MAX_ATTEMPTS):
+            engines = [one for one in self._engines.values() if one.name not in lost]
+            if not engines:
+                return 0.0, []
+            try:
+                sent, staged_s = await self._stage(engines)
+            except WeightUpdateError as error:
+                failure, broken = error, await self._discard(engines)
+                logs.warning("{}; out of reach: {}", error, ", ".join(broken) or "nobody")
+                lost |= broken
+                continue
+            if sent != version:
+                raise WeightUpdateError(f"the trainer sent version {sent}, expected {version}")
+            return staged_s, engines
+        raise failure
+
+    async def _stage(self, engines: Sequence[EngineMember]) -> tuple[WeightVersion, float]:
+        """Returns the version that was sent, and how long it took."""
+        began = time.perf_counter()
         plan = await within(
             self._timeout_s,
             self._trainer.sending_plan.remote(self._bucket_bytes, self._timeout_s),
             who="the trainer",
-            doing=doing,
+            doing="preparing to send its weights (weights.timeout_s)",
         )
-        world_size = 1 + sum(engine.workers for engine in self._engines)
         sender = GroupMember(
             host=plan.host,
             port=plan.port,
             address=plan.host,
-            # A group that an update failed in is never used again: all meet under a new name.
-            group_id=f"weights-{self._aborted_updates}",
+            group_id=self._group_for(engines),
             rank=0,
-            world_size=world_size,
+            world_size=1 + sum(engine.workers for engine in engines),
             backend=self._backend,
             timeout_s=self._timeout_s,
         )
         calls = {"the trainer": self._trainer.send_weights.remote(sender)}
         rank = 1
-        for engine in self._engines:
+        for engine in engines:
             member = msgspec.structs.replace(sender, rank=rank, address=engine.address)
             update = msgspec.msgpack.encode(WeightUpdate(member=member, manifest=plan.manifest))
             calls[engine.name] = engine.handle.stage_weights.remote(update)
             rank += engine.workers
         try:
             async with asyncio.TaskGroup() as tasks:
-                for who, call in calls.items():
-                    tasks.create_task(within(self._timeout_s, call, who=who, doing=doing))
-        except ExceptionGroup as errors:
-            first = errors.exceptions[0]
-            raise WeightUpdateError(
-                f"version {version} was not staged: {described(first)}"
-            ) from first
+                sending, *_ = [
+                    tasks.create_task(
+                        within(self._timeout_s, call, who=who, doing="staging (weights.timeout_s)")
+                    )
+                    for who, call in calls.items()
+                ]
+        except BaseException as error:
+            # A group that a transfer failed in is never used again: all meet under a new name.
+            self._group_of = ()
+            if isinstance(error, ExceptionGroup):
+                first = error.exceptions[0]
+                raise WeightUpdateError(f"weights were not staged: {described(first)}") from first
+            raise
+        return sending.result(), time.perf_counter() - began
 
-    async def _commit(self, version: WeightVersion) -> list[CommitReport]:
+    def _group_for(self, engines: Sequence[EngineMember]) -> str:
+        """The same group as the last time, if it is of the same engines."""
+        names = tuple(engine.process for engine in engines)
+        if names != self._group_of:
+            self._group_of = names
+            self._groups_made += 1
+        return f"weights-{self._groups_made}"
+
+    async def _commit(
+        self, engines: Sequence[EngineMember], version: WeightVersion
+    ) -> tuple[list[float], dict[str, str]]:
+        """The pauses of those that did, and the errors of those that did not."""
         outcomes = await asyncio.gather(
             *(
                 within(
@@ -124,20 +185,22 @@ class CheckpointEngineManager:
                     who=engine.name,
                     doing=f"committing version {version} (weights.timeout_s)",
                 )
-                for engine in self._engines
+                for engine in engines
             ),
             return_exceptions=True,
         )
-        for engine, outcome in zip(self._engines, outcomes, strict=True):
-            if isinstance(outcome, BaseException):
-                raise WeightUpdateError(
+        pauses, lost = [], {}
+        for engine, outcome in zip(engines, outcomes, strict=True):
+            if isinstance(outcome, CommitReport):
+                pauses.append(outcome.paused_s)
+            else:
+                lost[engine.name] = (
                     f"{engine.name} did not commit version {version}: {described(outcome)}"
-                ) from outcome
-        return outcomes
+                )
+        return pauses, lost
 
-    async def _discard_everywhere(self) -> None:
-        """Undo a half-done staging on every engine, past those that can't."""
-        self._aborted_updates += 1
+    async def _discard(self, engines: Sequence[EngineMember]) -> dict[str, str]:
+        """Undo a half-done staging on every engine; returns those that could not, and why."""
         outcomes = await asyncio.gather(
             *(
                 within(
@@ -146,10 +209,14 @@ class CheckpointEngineManager:
                     who=engine.name,
                     doing="discarding staged weights",
                 )
-                for engine in self._engines
+                for engine in engines
             ),
             return_exceptions=True,
         )
-        for engine, outcome in zip(self._engines, outcomes, strict=True):
-            if outcome:
+        broken = {}
+        for engine, outcome in zip(engines, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                broken[engine.name] = described(outcome)
+            elif outcome:
                 logs.warning("{} after an aborted update: {}", engine.name, outcome)
+        return broken

@@ -1,4 +1,9 @@
-"""The actors of one run: made together, started side by side, closed together."""
+"""The actors of one run: made together, started side by side, closed together.
+
+All of them belong to the driver, so that none outlives it and none dies with another. Ray brings
+back the process of one that dies: engines and workers are then started anew by the controller,
+the queue is reopened by it, and the controller itself is attached again from here.
+"""
 
 from __future__ import annotations
 
@@ -7,107 +12,133 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import ActorUnavailableError
 
 from areal_ray import logs
-from areal_ray.actors.checkpoint_engine import (
-    CheckpointEngineManager,
-    EngineMember,
-    UpdateReport,
+from areal_ray.actors.calls import until_back
+from areal_ray.actors.checkpoint_engine import CheckpointEngineManager, UpdateReport
+from areal_ray.actors.crew_specs import (
+    Task,
+    controller_spec,
+    engine_name,
+    engine_spec,
+    trainer_spec,
+    window_of,
+    worker_spec,
 )
 from areal_ray.actors.generation import GenerationActor
-from areal_ray.actors.rollout_controller import ControllerSpec, RolloutController
-from areal_ray.actors.rollout_worker import RolloutWorker, WorkerSpec
+from areal_ray.actors.rehearsal import PacedTrainer, Rehearsal
+from areal_ray.actors.rollout_controller import Evaluation, RolloutController, RolloutStatus
+from areal_ray.actors.rollout_worker import RolloutWorker
 from areal_ray.actors.trainer import TrainerActor
-from areal_ray.actors.trajectory_queue import TrajectoryQueue
-from areal_ray.algorithms import ADVANTAGES, POLICY_LOSSES
+from areal_ray.actors.trajectory_queue import QueueStatus, TrajectoryQueue
 from areal_ray.config import Config
 from areal_ray.deadlines import within
-from areal_ray.generation.engine import EngineSpec
-from areal_ray.placement import Reservation
-from areal_ray.plugins import pack
-from areal_ray.training import TrainerSpec
+from areal_ray.errors import PlacementError
+from areal_ray.placement import Reservation, Slot, engine_plan, reserve
 from areal_ray.types import Prompt, WeightVersion
 
 CLOSE_TIMEOUT_S = 20.0
-QUEUE_MAX_BYTES = 8 * 2**30
+ASK_TIMEOUT_S = 60.0
+MAX_CONTROL_RESTARTS = 16
+"""Of the controller and of the queue, each: beyond that, something kills them on purpose."""
 
 
 @dataclass(frozen=True)
-class Task:
-    """What the user brings: prompts, how an episode goes and how it is scored."""
-
-    prompts: Sequence[Prompt]
-    demonstrations: Sequence[Prompt]
-    """For the supervised phase, if there is one."""
-    packed_workflow: bytes
-    packed_reward: bytes
+class _Engine:
+    handle: ActorHandle
+    seat: Reservation | None
+    """Its own place in the cluster, if it joined later."""
 
 
 class Crew:
-    trainer: ActorHandle
-    queue: ActorHandle
-    controller: ActorHandle
-    manager: ActorHandle
-
     def __init__(
-        self, config: Config, task: Task, *, model_path: str, run_dir: Path, seats: Reservation
+        self,
+        config: Config,
+        task: Task,
+        *,
+        model_path: str,
+        run_dir: Path,
+        seats: Reservation,
+        rehearsal: Rehearsal | None = None,
     ) -> None:
-        """Make the actors whose places are known. None of them does anything yet."""
+        """Make the actors. None of them does anything yet."""
         self._config = config
+        self._rehearsal = rehearsal
         self._task = task
-        # Each group in flight may need a second call to its worker, the queue's for the finished
-        # group; and a probe or a commit must not wait behind all of them.
-        calls_at_once = 1024 + 2 * config.rollout.max_concurrent_groups
-        self._engine_names = [_engine_name(index) for index in range(config.generation.engines)]
-        self.engines = [
-            GenerationActor.options(name=name, max_concurrency=calls_at_once, **vars(slot)).remote(
-                engine_spec(config, index, model_path)
-            )
-            for index, (name, slot) in enumerate(
-                zip(self._engine_names, seats.slots("engine"), strict=True)
-            )
-        ]
+        self._model_path = model_path
+        self._prompts = ray.put(task.prompts)
+        self._has_started = False
+        self._engines_made = 0
+        self._engines: dict[str, _Engine] = {}
+        self._resizing = asyncio.Lock()
+        for slot in seats.slots("engine"):
+            self._make_engine(slot, None)
+        rollout = config.rollout
         self.queue = TrajectoryQueue.options(
             name="trajectory-queue",
             num_cpus=0,
-            max_concurrency=calls_at_once,
+            max_concurrency=self._calls_at_once,
+            max_restarts=MAX_CONTROL_RESTARTS,
         ).remote(
             batch=config.trainer.groups_per_step,
             # One batch in training and as many as may wait: the ledger's bound, kept here too.
-            max_groups=(config.rollout.max_staleness + 2) * config.trainer.groups_per_step,
-            max_bytes=QUEUE_MAX_BYTES,
-            max_staleness=config.rollout.max_staleness,
+            max_groups=(rollout.max_staleness + 2) * config.trainer.groups_per_step,
+            max_bytes=int(rollout.max_queue_gib * 2**30),
+            max_staleness=rollout.max_staleness,
+            window=window_of(rollout),
         )
         (trainer_slot,) = seats.slots("trainer")
-        self.trainer = TrainerActor.options(name="trainer", **vars(trainer_slot)).remote(
-            _trainer_spec(config, model_path), self.queue, str(run_dir)
-        )
-        self._worker_names = [f"worker-{index}" for index in range(config.rollout.workers)]
-        self._workers = [
-            RolloutWorker.options(name=name, num_cpus=0, max_concurrency=calls_at_once).remote(
-                _worker_spec(config, task, model_path), self.queue
+        if rehearsal is None:
+            self.trainer = TrainerActor.options(name="trainer", **vars(trainer_slot)).remote(
+                trainer_spec(config, model_path), self.queue, str(run_dir)
             )
-            for name in self._worker_names
-        ]
-        self._others: list[ActorHandle] = []
+        else:
+            self.trainer = PacedTrainer.options(name="trainer", **vars(trainer_slot)).remote(
+                rehearsal.step_s, self.queue
+            )
+        self.manager = CheckpointEngineManager.options(
+            name="checkpoint-engine-manager", num_cpus=0
+        ).remote(
+            self.trainer,
+            backend="nccl" if config.device == "cuda" else "gloo",
+            bucket_bytes=int(config.weights.bucket_mib * 2**20),
+            timeout_s=config.weights.timeout_s,
+        )
+        self._workers = {
+            name: RolloutWorker.options(
+                name=name, num_cpus=0, max_concurrency=self._calls_at_once, max_restarts=-1
+            ).remote(name)
+            for name in (f"worker-{index}" for index in range(rollout.workers))
+        }
+        self.controller = RolloutController.options(
+            name="rollout-controller",
+            num_cpus=0,
+            max_concurrency=self._calls_at_once,
+            max_restarts=MAX_CONTROL_RESTARTS,
+        ).remote(controller_spec(config, run_dir))
+
+    @property
+    def engines(self) -> dict[str, ActorHandle]:
+        return {name: engine.handle for name, engine in self._engines.items()}
 
     async def start(self, say: Callable[[str], None] = lambda _: None) -> None:
         """Engines, workers and trainer side by side (the trainer with its supervised phase);
-        then the first weights go to the engines, and rollout begins. `say` hears what is done."""
-        timeout_s = self._config.generation.startup_timeout_s
-        async with asyncio.TaskGroup() as tasks:
-            addresses = [
-                tasks.create_task(self._start_engine(name, engine, say))
-                for name, engine in zip(self._engine_names, self.engines, strict=True)
-            ]
-            for name, worker in zip(self._worker_names, self._workers, strict=True):
-                tasks.create_task(within(timeout_s, worker.ready.remote(), who=name, doing="start"))
-            tasks.create_task(self._start_trainer(say))
-        self._make_control_plane([address.result() for address in addresses])
-        await self.update_weights(0)
-        await self._ask(self.controller.start.remote(), "the controller", "start")
+        then the engines get its weights, and rollout begins. `say` hears what is done."""
+        await self._attach()
+        # A start that fails ends the wait for the others.
+        watching = asyncio.ensure_future(self.watch())
+        starting = asyncio.ensure_future(self._start(say))
+        try:
+            await asyncio.wait({watching, starting}, return_when=asyncio.FIRST_COMPLETED)
+            await (watching if watching.done() else starting)
+        finally:
+            watching.cancel()
+            starting.cancel()
+            await asyncio.gather(watching, starting, return_exceptions=True)
 
     async def update_weights(self, version: WeightVersion) -> UpdateReport:
         """Carry the trainer's weights to every engine, then let the controller know."""
@@ -117,14 +148,69 @@ class Crew:
             who="the checkpoint engine manager",
             doing=f"weight update {version}",
         )
-        await self._ask(
-            self.controller.commit_version.remote(version), "the controller", "taking a version"
+        await self._ask_controller(
+            lambda: self.controller.commit_version.remote(version, report.lost)
         )
         return report
 
+    async def resize(self, engines: int) -> None:
+        """Grow or shrink the pool to so many engines, while it works: a new one takes work once
+        it has the current weights, and one that leaves finishes what it has."""
+        if engines < self._config.generation.min_engines:
+            raise PlacementError(
+                f"expected at least generation.min_engines "
+                f"({self._config.generation.min_engines}) engines, got {engines}"
+            )
+        async with self._resizing:
+            while len(self._engines) > engines:
+                await self._dismiss(next(reversed(self._engines)))
+            while len(self._engines) < engines:
+                seat = await reserve(engine_plan(self._config, device=self._config.device))
+                self._make_engine(seat.slots("engine")[0], seat)
+            await self._attach()
+            await self._ask_controller(
+                self.controller.until_engines_settled.remote,
+                timeout_s=self._config.generation.startup_timeout_s,
+            )
+
+    async def status(self) -> tuple[RolloutStatus, QueueStatus]:
+        return tuple(
+            await asyncio.gather(
+                self._ask_controller(self.controller.status.remote),
+                until_back(
+                    ASK_TIMEOUT_S,
+                    self.queue.status.remote,
+                    who="the trajectory queue",
+                    doing="its status",
+                ),
+            )
+        )
+
+    async def trained(self, group_ids: Sequence[int]) -> None:
+        await self._ask_controller(lambda: self.controller.trained.remote(group_ids))
+
+    async def evaluate(self, prompts: Sequence[Prompt]) -> Evaluation:
+        """Greedy answers to `prompts`; begun anew if the controller is restarted meanwhile."""
+        return await until_back(
+            self._config.evaluation.timeout_s,
+            lambda: self.controller.evaluate.remote(prompts),
+            who="the engines",
+            doing="an evaluation (evaluation.timeout_s)",
+        )
+
+    async def watch(self) -> None:
+        """Wait until something ends the run, and raise it. A controller that was restarted is
+        told again what there is."""
+        while True:
+            try:
+                await self.controller.watch.remote()
+            except ActorUnavailableError:
+                logs.warning("the controller was restarted, and goes on from its journal")
+                await self._attach()
+
     async def stop_rollout(self) -> None:
         """No new groups, and nobody waits for a batch any more."""
-        await self.controller.close.remote()
+        await self._ask_controller(self.controller.close.remote)
         await self.queue.close.remote()
 
     async def __aenter__(self) -> Crew:
@@ -139,40 +225,92 @@ class Crew:
 
     async def close(self) -> None:
         """Ask all to let go of what they hold; then end them, whether they did or not."""
-        closing = [
-            *(engine.close.remote() for engine in self.engines),
-            *(worker.close.remote() for worker in self._workers),
-            self.trainer.close.remote(),
-        ]
+        # First, or it would mend what is being taken apart.
+        await self._close(self.controller.close.remote())
         try:
-            outcomes = await asyncio.gather(
-                *(
-                    within(CLOSE_TIMEOUT_S, call, who="an actor", doing="its shutdown")
-                    for call in closing
-                ),
-                return_exceptions=True,
+            await self._close(
+                *(engine.close.remote() for engine in self.engines.values()),
+                *(worker.close.remote() for worker in self._workers.values()),
+                self.trainer.close.remote(),
             )
         finally:
             self.kill()
+
+    def kill(self) -> None:
+        others = (self.controller, self.manager, self.trainer, self.queue)
+        for actor in (*others, *self.engines.values(), *self._workers.values()):
+            ray.kill(actor)
+        for engine in self._engines.values():
+            if engine.seat is not None:
+                engine.seat.release()
+
+    async def _close(self, *calls: Awaitable[object]) -> None:
+        outcomes = await asyncio.gather(
+            *(
+                within(CLOSE_TIMEOUT_S, call, who="an actor", doing="its shutdown")
+                for call in calls
+            ),
+            return_exceptions=True,
+        )
         for outcome in outcomes:
             if isinstance(outcome, Exception):
                 logs.debug("while closing: {}", outcome)
 
-    def kill(self) -> None:
-        for actor in (*self.engines, *self._workers, self.trainer, self.queue, *self._others):
-            ray.kill(actor)
+    @property
+    def _calls_at_once(self) -> int:
+        """Each group in flight may need a second call to its worker, the queue's for the finished
+        group; and a probe or a commit must not wait behind all of them."""
+        return 1024 + 2 * self._config.rollout.max_concurrent_groups
 
-    async def _start_engine(
-        self, name: str, engine: ActorHandle, say: Callable[[str], None]
-    ) -> str:
-        address = await within(
-            self._config.generation.startup_timeout_s,
-            engine.start.remote(),
-            who=name,
-            doing="its start (generation.startup_timeout_s)",
+    def _make_engine(self, slot: Slot, seat: Reservation | None) -> None:
+        index, self._engines_made = self._engines_made, self._engines_made + 1
+        name = engine_name(index)
+        if self._rehearsal is None:
+            spec = engine_spec(self._config, index, self._model_path)
+        else:
+            spec = msgspec.structs.replace(self._rehearsal.engine, name=name)
+        handle = GenerationActor.options(
+            name=name, max_concurrency=self._calls_at_once, max_restarts=-1, **vars(slot)
+        ).remote(spec)
+        self._engines[name] = _Engine(handle, seat)
+
+    async def _dismiss(self, name: str) -> None:
+        """Drain an engine, then end it."""
+        await self._ask_controller(
+            lambda: self.controller.dismiss_engine.remote(name),
+            timeout_s=self._config.generation.request_timeout_s,
         )
-        say(f"{name} is up")
-        return address
+        engine = self._engines.pop(name)
+        await self._close(engine.handle.close.remote())
+        await asyncio.to_thread(ray.kill, engine.handle)
+        if engine.seat is not None:
+            await asyncio.to_thread(engine.seat.release)
+
+    async def _attach(self) -> None:
+        controller = self.controller
+        await self._ask_controller(
+            lambda: controller.attach.remote(self._prompts, self.queue, self.trainer)
+        )
+        await self._ask_controller(
+            lambda: controller.keep.remote(
+                list(self.engines.items()),
+                list(self._workers.items()),
+                worker_spec(self._config, self._task, self._model_path),
+                self.manager,
+            )
+        )
+        if self._has_started:
+            await self._ask_controller(self.controller.start.remote)
+
+    async def _start(self, say: Callable[[str], None]) -> None:
+        await self._start_trainer(say)
+        self._has_started = True
+        await self._ask_controller(self.controller.start.remote)
+        await self._ask_controller(
+            self.controller.until_engines_settled.remote,
+            timeout_s=self._config.generation.startup_timeout_s,
+        )
+        say(f"{len(self._engines)} engines serve")
 
     async def _start_trainer(self, say: Callable[[str], None]) -> None:
         warmup = self._config.warmup
@@ -192,102 +330,7 @@ class Crew:
             )
             say(f"{warmup.steps} supervised steps done, loss {loss:.3f}")
 
-    def _make_control_plane(self, addresses: Sequence[str]) -> None:
-        config = self._config
-        named = list(zip(self._engine_names, self.engines, strict=True))
-        self.controller = RolloutController.options(name="rollout-controller", num_cpus=0).remote(
-            _controller_spec(config),
-            self._task.prompts,
-            named,
-            list(zip(self._worker_names, self._workers, strict=True)),
-            self.queue,
-        )
-        self.manager = CheckpointEngineManager.options(
-            name="checkpoint-engine-manager", num_cpus=0
-        ).remote(
-            self.trainer,
-            [
-                EngineMember(
-                    name=name,
-                    handle=handle,
-                    address=address,
-                    workers=config.generation.tensor_parallel,
-                )
-                for (name, handle), address in zip(named, addresses, strict=True)
-            ],
-            backend="nccl" if config.device == "cuda" else "gloo",
-            bucket_bytes=int(config.weights.bucket_mib * 2**20),
-            timeout_s=config.weights.timeout_s,
-        )
-        self._others = [self.controller, self.manager]
-
-    async def _ask(self, call: Awaitable[object], who: str, doing: str) -> object:
-        return await within(self._config.weights.timeout_s, call, who=who, doing=doing)
-
-
-def _engine_name(index: int) -> str:
-    return f"engine-{index}"
-
-
-def engine_spec(config: Config, index: int, model_path: str) -> EngineSpec:
-    generation = config.generation
-    samples_in_flight = config.rollout.max_concurrent_groups * config.rollout.samples
-    return EngineSpec(
-        name=_engine_name(index),
-        model_path=model_path,
-        dtype=config.model.dtype,
-        device=config.device,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        max_new_tokens=generation.max_new_tokens,
-        max_samples=min(1024, -(-samples_in_flight // generation.engines)),
-        tensor_parallel=generation.tensor_parallel,
-        kv_cache_gib=generation.kv_cache_gib,
-        gpu_memory=generation.gpu_memory,
-        trust_remote_code=config.model.trust_remote_code,
-        seed=config.seed + index,
-    )
-
-
-def _trainer_spec(config: Config, model_path: str) -> TrainerSpec:
-    return TrainerSpec(
-        model_path=model_path,
-        trust_remote_code=config.model.trust_remote_code,
-        device=config.device,
-        dtype=config.model.dtype,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        temperature=config.generation.temperature,
-        seed=config.seed,
-        trainer=config.trainer,
-        algorithm=config.algorithm,
-        packed_advantage=pack(ADVANTAGES[config.algorithm.advantage]),
-        packed_loss=pack(POLICY_LOSSES[config.algorithm.loss]),
-    )
-
-
-def _worker_spec(config: Config, task: Task, model_path: str) -> WorkerSpec:
-    return WorkerSpec(
-        model_path=model_path,
-        trust_remote_code=config.model.trust_remote_code,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        packed_workflow=task.packed_workflow,
-        packed_reward=task.packed_reward,
-        reward_processes=config.reward.processes,
-        reward_timeout_s=config.reward.timeout_s,
-        request_timeout_s=config.generation.request_timeout_s,
-    )
-
-
-def _controller_spec(config: Config) -> ControllerSpec:
-    return ControllerSpec(
-        samples=config.rollout.samples,
-        sampling=config.sampling,
-        group_timeout_s=config.rollout.group_timeout_s,
-        groups_per_step=config.trainer.groups_per_step,
-        max_staleness=config.rollout.max_staleness,
-        max_concurrent_groups=config.rollout.max_concurrent_groups,
-        max_failed_groups=config.rollout.max_failed_groups,
-        probe_every_s=config.generation.probe_every_s,
-        probe_timeout_s=config.generation.probe_timeout_s,
-        shuffle=config.data.shuffle,
-        seed=config.seed,
-    )
+    async def _ask_controller(
+        self, call: Callable[[], Awaitable[object]], *, timeout_s: float = ASK_TIMEOUT_S
+    ) -> object:
+        return await until_back(timeout_s, call, who="the controller", doing="answering")

@@ -3,34 +3,54 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Awaitable
 from typing import TypeVar
 
+import msgspec
 import ray
 
 from areal_ray.errors import EngineError, described
 from areal_ray.generation.engine import CommitReport, EngineSpec
+from areal_ray.generation.factory import make_engine
 from areal_ray.generation.log_tail import last_engine_error
-from areal_ray.generation.vllm import VllmEngine
-from areal_ray.types import GenerationRequest, GenerationResult, WeightVersion
+from areal_ray.generation.simulated import SimulatedSpec
+from areal_ray.observability.loop_health import LoopHealth, LoopReport
+from areal_ray.types import Completion, GenerationRequest, GenerationResult, WeightVersion
 
 T = TypeVar("T")
 
 
+class Started(msgspec.Struct, frozen=True):
+    """Where an engine runs: the node's address, and the process, which no restart has again."""
+
+    address: str
+    process: str
+
+
 @ray.remote
 class GenerationActor:
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec | SimulatedSpec) -> None:
         self._name = spec.name
         self._address = ray.util.get_node_ip_address()
-        self._engine = VllmEngine(spec, address=self._address)
+        self._process = uuid.uuid4().hex
+        self._engine = make_engine(spec, address=self._address)
+        self._is_up = False
+        self._loop_health = LoopHealth(who=spec.name)
+        self._loop_health.start()
 
-    async def start(self) -> str:
-        """Start the engine; returns the address of the node it runs on."""
-        await self._named(self._engine.start())
-        return self._address
+    async def start(self) -> Started:
+        """Start the engine, unless it runs."""
+        if not self._is_up:
+            await self._named(self._engine.start())
+            self._is_up = True
+        return Started(address=self._address, process=self._process)
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         return await self._named(self._engine.generate(request))
+
+    async def progress(self, known: dict[str, list[int]]) -> dict[str, list[Completion]]:
+        return self._engine.progress(known)
 
     async def probe(self) -> None:
         await self._named(self._engine.probe())
@@ -44,7 +64,11 @@ class GenerationActor:
     async def discard_weights(self) -> str:
         return await self._named(self._engine.discard_weights())
 
+    async def loop_report(self) -> LoopReport:
+        return self._loop_health.report()
+
     async def close(self) -> None:
+        self._loop_health.close()
         await self._engine.close()
 
     async def _named(self, call: Awaitable[T]) -> T:

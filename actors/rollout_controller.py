@@ -1,29 +1,48 @@
 """RolloutController: the control plane. It moves metadata only; no token array passes here.
 
-It draws prompts while the ledger has room, leases each group an engine and a worker, and takes
-completions as summaries. It holds the run's error budget: a failed group's prompt is rolled out
-again, and too many failures end the run with the first one as the cause. `watch` is how the
-outside learns of anything that ends it.
+It draws prompts while the book has room, leases each group an engine and a worker, and takes
+completions as summaries. What happens to a group is written to the journal; a controller that
+was killed reads it, asks the queue and the workers what they have, and goes on. Whatever fails
+is either mended here (an engine, a worker, the queue) or charged to the error budget; `watch` is
+how the outside learns of anything that ends the run.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import ActorUnavailableError
 
 from areal_ray import logs
-from areal_ray.actors.rollout_worker import Assignment
-from areal_ray.data import Draw, PromptSource
+from areal_ray.actors.bookkeeper import Bookkeeper
+from areal_ray.actors.calls import RETRY_EVERY_S, until_back
+from areal_ray.actors.group_calls import ASK_TIMEOUT_S, WORKER_GONE, GroupCalls
+from areal_ray.actors.keepers import EngineKeeper, WorkerKeeper
+from areal_ray.actors.pool import ActorPool, Care
+from areal_ray.actors.rollout_worker import WorkerSpec
+from areal_ray.actors.trajectory_queue import QueueNews
+from areal_ray.changes import Changes
 from areal_ray.deadlines import within
-from areal_ray.errors import TooManyFailures, described
-from areal_ray.routing import LeastLoaded
-from areal_ray.staleness import LedgerCounts, StalenessLedger
-from areal_ray.tasks import Supervisor
-from areal_ray.types import GroupSummary, Prompt, Sampling, WeightVersion
+from areal_ray.error_budget import ErrorBudget, FailureKind
+from areal_ray.errors import DeadlineExceeded, FilteredOut, GroupTimedOut, WorkerLost, described
+from areal_ray.fleet import MemberStatus
+from areal_ray.observability.loop_health import LoopHealth, LoopReport
+from areal_ray.rollout_book import RolloutBook, Ticket
+from areal_ray.staleness import LedgerCounts
+from areal_ray.tasks import Ended, TaskRunner
+from areal_ray.types import GroupOutcome, GroupSummary, Prompt, Sampling, WeightVersion
+
+T = TypeVar("T")
+
+WORKERS_PER_GROUP = 3
+"""A group that so many workers died under is at fault itself."""
 
 
 class ControllerSpec(msgspec.Struct, frozen=True):
@@ -34,15 +53,28 @@ class ControllerSpec(msgspec.Struct, frozen=True):
     max_staleness: int
     max_concurrent_groups: int
     max_failed_groups: int
-    probe_every_s: float
-    probe_timeout_s: float
+    max_failure_rate: float
+    max_filtered_in_a_row: int
     shuffle: bool
     seed: int
+    journal: str
+    tensor_parallel: int
+    startup_timeout_s: float
+    sync_timeout_s: float
+    engine_care: Care
+    worker_care: Care
 
 
 class RolloutStatus(msgspec.Struct, frozen=True):
     ledger: LedgerCounts
     generated_tokens: int
+    paused: bool
+    engines: list[MemberStatus]
+    engine_loads: dict[str, int]
+    """Outstanding tokens, at most, of each engine."""
+    workers: list[MemberStatus]
+    failures: list[FailureKind]
+    loop: LoopReport
 
 
 class Evaluation(msgspec.Struct, frozen=True):
@@ -53,183 +85,322 @@ class Evaluation(msgspec.Struct, frozen=True):
 
 @ray.remote(max_concurrency=4096)
 class RolloutController:
-    def __init__(
-        self,
-        spec: ControllerSpec,
-        prompts: Sequence[Prompt],
-        engines: Sequence[tuple[str, ActorHandle]],
-        workers: Sequence[tuple[str, ActorHandle]],
-        queue: ActorHandle,
-    ) -> None:
+    _queue: ActorHandle
+    _trainer: ActorHandle
+    _book: RolloutBook
+
+    def __init__(self, spec: ControllerSpec) -> None:
         self._spec = spec
-        self._source = PromptSource(prompts, seed=spec.seed, shuffle=spec.shuffle)
-        self._engines = LeastLoaded(engines)
-        self._engine_handles = engines
-        self._workers = LeastLoaded(workers)
-        self._queue = queue
-        self._ledger = StalenessLedger(
+        self._tasks: TaskRunner[None] = TaskRunner()
+        self._groups: TaskRunner[GroupOutcome] = TaskRunner()
+        self._tickets: dict[int, Ticket] = {}
+        self._engine_keeper = EngineKeeper(
+            tensor_parallel=spec.tensor_parallel,
+            startup_timeout_s=spec.startup_timeout_s,
+            sync_timeout_s=spec.sync_timeout_s,
+        )
+        self._worker_keeper = WorkerKeeper(ray.get_runtime_context().current_actor)
+        self._engines = ActorPool(self._engine_keeper, spec.engine_care, self._tasks)
+        self._workers = ActorPool(self._worker_keeper, spec.worker_care, self._tasks)
+        self._calls = GroupCalls(self._engines, self._workers, timeout_s=spec.group_timeout_s)
+        self._budget = ErrorBudget(
+            max_failures=spec.max_failed_groups, max_rate=spec.max_failure_rate
+        )
+        self._bookkeeper = Bookkeeper(
+            Path(spec.journal),
             batch=spec.groups_per_step,
             max_staleness=spec.max_staleness,
             max_concurrent=spec.max_concurrent_groups,
         )
-        self._supervisor = Supervisor()
-        self._room = asyncio.Event()
-        self._untrained: dict[int, Draw] = {}
-        self._running: set[int] = set()
-        self._expired_early: set[int] = set()
-        self._next_group = 0
+        self._is_attached = False
+        self._queue_incarnation = ""
+        self._to_drop: list[int] = []
+        self._changed = Changes()
+        self._filtered_in_a_row = 0
+        self._evaluated = 0
         self._generated_tokens = 0
-        self._failures: list[Exception] = []
+        self._loop_health = LoopHealth(who="the rollout controller")
+        self._loop_health.start()
+
+    async def attach(
+        self, prompts: Sequence[Prompt], queue: ActorHandle, trainer: ActorHandle
+    ) -> None:
+        """What there is to ask, and who takes the answers. Before anything else.
+
+        Not arguments of the constructor: those may be gone by the time Ray calls it again.
+        """
+        if not self._is_attached:
+            self._queue, self._trainer = queue, trainer
+            self._worker_keeper.queue = queue
+            self._book = await self._bookkeeper.open(
+                prompts, seed=self._spec.seed, shuffle=self._spec.shuffle
+            )
+            self._is_attached = True
+
+    async def keep(
+        self,
+        engines: Sequence[tuple[str, ActorHandle]],
+        workers: Sequence[tuple[str, ActorHandle]],
+        worker_spec: WorkerSpec,
+        manager: ActorHandle,
+    ) -> None:
+        """Look after these from now on: they are brought up, and kept up."""
+        self._engine_keeper.manager = manager
+        self._worker_keeper.spec = worker_spec
+        for name, handle in workers:
+            self._workers.add(name, handle)
+        for name, handle in engines:
+            self._engines.add(name, handle)
 
     async def start(self) -> None:
-        """Begin to roll out. The engines must serve the current version by now."""
-        self._supervisor.spawn(self._dispatch(), name="dispatch")
-        self._supervisor.spawn(self._reroll_expired(), name="expired groups")
-        for name, engine in self._engine_handles:
-            self._supervisor.spawn(self._probe(name, engine), name=f"probe {name}")
+        """The trainer has weights: sync the engines and begin to roll out. Returns at once."""
+        if not self._engine_keeper.weights_are_there.is_set():
+            self._engine_keeper.weights_are_there.set()
+            self._tasks.spawn(self._follow_queue, name="following the queue")
+            self._tasks.spawn(self._dispatch, name="dispatch")
+            self._tasks.spawn(self._settle_all, name="settling")
+
+    async def until_engines_settled(self) -> None:
+        """Wait until each engine serves, or is given up."""
+        await self._engines.until_settled()
+
+    async def dismiss_engine(self, name: str) -> None:
+        """Drain an engine; returns when nobody uses it any more."""
+        await self._engines.remove(name)
 
     async def watch(self) -> None:
         """Wait until something ends the run, and raise it."""
-        await self._supervisor.failed()
+        await self._tasks.failed()
 
-    async def commit_version(self, version: WeightVersion) -> None:
-        """Every engine serves `version` from now on."""
-        self._ledger.commit(version)
-        self._room.set()
+    async def pause(self) -> None:
+        """Start no new groups. Those that run go on, and are taken."""
+        self._groups.pause()
+
+    async def resume(self) -> None:
+        self._groups.resume()
+
+    async def commit_version(self, version: WeightVersion, lost: dict[str, str]) -> None:
+        """All engines but the `lost` ones serve `version` from now on."""
+        if version > self._book.counts.version:
+            self._book.commit(version)
+        for name, cause in lost.items():
+            self._engines.condemn(name, cause)
+        await self._bookkeeper.write()
+        self._changed.notify()
 
     async def trained(self, group_ids: Sequence[int]) -> None:
         """These groups can't expire any more: their prompts need not be kept."""
-        for group_id in group_ids:
-            self._untrained.pop(group_id, None)
+        self._book.trained(group_ids)
+        await self._bookkeeper.write()
+
+    async def relocate(self, group_id: int, lost: str) -> tuple[str, ActorHandle]:
+        """Another engine for a group whose engine is lost; waits until there is one."""
+        return await self._calls.relocate(group_id, lost)
 
     async def status(self) -> RolloutStatus:
         return RolloutStatus(
-            ledger=self._ledger.counts,
+            ledger=self._book.counts,
             generated_tokens=self._generated_tokens,
+            paused=self._groups.paused,
+            engines=self._engines.statuses,
+            engine_loads=self._engines.loads,
+            workers=self._workers.statuses,
+            failures=self._budget.failures,
+            loop=self._loop_health.report(),
         )
 
     async def evaluate(self, prompts: Sequence[Prompt]) -> Evaluation:
         """Greedy answers to `prompts` by the engines as they are, beside the rollouts."""
-        version = self._ledger.counts.version
-        sampling = msgspec.structs.replace(self._spec.sampling, temperature=0.0)
-        async with asyncio.TaskGroup() as tasks:
-            answers = [tasks.create_task(self._answer(prompt, sampling)) for prompt in prompts]
-        rewards = [answer.result().mean_reward for answer in answers]
+        version = self._book.counts.version
+        answers: TaskRunner[GroupSummary] = TaskRunner(limit=self._spec.max_concurrent_groups)
+        try:
+            for prompt in prompts:
+                answers.submit(partial(self._answer, prompt), name="an evaluation")
+            # In one order, so that the same answers have the same mean to the last digit.
+            results = answers.results(order="submission")
+            rewards = [ended.result().mean_reward async for ended in results]
+        finally:
+            await answers.close()
         return Evaluation(
             version=version, prompts=len(rewards), mean_reward=sum(rewards) / len(rewards)
         )
 
     async def close(self) -> None:
-        await self._supervisor.close()
+        await self._groups.close()
+        await self._tasks.close()
+        self._loop_health.close()
 
     async def _dispatch(self) -> None:
+        await self._changed.until(lambda: self._queue_incarnation)
+        await self._resume_recovered()
         while True:
-            while self._ledger.capacity:
-                self._ledger.submit()
-                self._supervisor.spawn(self._roll_out(self._source.draw()), name="group")
-            self._room.clear()
-            await self._room.wait()
+            tickets = [self._book.draw() for _ in range(self._book.capacity)]
+            # In this order: what the queue is not told to expect was not yet dispatched, and
+            # what it is told to drop is known to have failed.
+            await self._bookkeeper.write()
+            drop, self._to_drop = self._to_drop, []
+            if tickets or drop:
+                expect = [ticket.group_id for ticket in tickets]
+                await self._ask_queue(partial(self._queue.update.remote, expect, drop))
+            for ticket in tickets:
+                self._submit(ticket)
+            await self._changed.until(
+                lambda: self._book.capacity or self._to_drop or self._book.has_events
+            )
 
-    async def _answer(self, prompt: Prompt, sampling: Sampling) -> GroupSummary:
+    async def _resume_recovered(self) -> None:
+        """Groups that a controller before this one had dispatched: where they run, they go on."""
+        if recovered := self._book.running:
+            places = await self._calls.places()
+            for ticket in recovered:
+                self._submit(ticket, *places.get(ticket.group_id, ("", "")))
+
+    def _submit(self, ticket: Ticket, worker: str = "", engine: str = "") -> None:
+        work = partial(self._roll_out, ticket, worker, engine)
+        self._tickets[self._groups.submit(work, name=f"group {ticket.group_id}")] = ticket
+
+    async def _roll_out(self, ticket: Ticket, worker: str, engine: str) -> GroupOutcome:
+        """Over as many workers as it takes. Whether a group is in the queue, the queue decides."""
+        group_id = ticket.group_id
+        for _ in range(WORKERS_PER_GROUP):
+            try:
+                outcome = await self._calls.call(
+                    "roll_out",
+                    group_id,
+                    ticket.prompt,
+                    samples=self._spec.samples,
+                    sampling=self._spec.sampling,
+                    worker=worker,
+                    engine=engine,
+                )
+            except WORKER_GONE as error:
+                lost = error
+                if not await self._queue_has(group_id):
+                    continue
+                return GroupOutcome("taken", queue=self._queue_incarnation)
+            except DeadlineExceeded as error:
+                if not await self._queue_has(group_id, withdraw=True):
+                    raise GroupTimedOut(str(error)) from error
+                return GroupOutcome("taken", queue=self._queue_incarnation)
+            if outcome.kind == "not wanted":
+                return GroupOutcome("taken", outcome.summary, self._queue_incarnation)
+            return outcome
+        raise WorkerLost(
+            f"{WORKERS_PER_GROUP} workers died while they ran group {group_id}"
+        ) from lost
+
+    async def _answer(self, prompt: Prompt) -> GroupSummary:
         """One greedy answer. A failure is tried again, at the cost of the error budget."""
+        sampling = msgspec.structs.replace(self._spec.sampling, temperature=0.0)
+        while True:
+            self._evaluated += 1
+            try:
+                return await self._calls.call(
+                    "evaluate", -self._evaluated, prompt, samples=1, sampling=sampling
+                )
+            except WORKER_GONE:
+                continue
+            except Exception as error:  # noqa: BLE001 - kept, and raised when there are too many
+                self._budget.failed("an evaluation", error)
+
+    async def _settle_all(self) -> None:
+        while True:
+            ended = await self._groups.next_ended()
+            self._settle(self._tickets.pop(ended.number), ended)
+            self._changed.notify()
+
+    def _settle(self, ticket: Ticket, ended: Ended[GroupOutcome]) -> None:
+        try:
+            outcome = ended.result()
+        except Exception as error:  # noqa: BLE001 - kept, and raised when there are too many
+            self._settle_failure(ticket, error)
+            return
+        self._budget.succeeded()
+        if outcome.summary is not None:
+            self._generated_tokens += outcome.summary.generated_tokens
+        if not self._book.is_running(ticket.group_id):
+            return  # the queue was first to tell: it has even expired there
+        if outcome.kind == "filtered":
+            self._settle_filtered(ticket.group_id)
+            return
+        self._filtered_in_a_row = 0
+        self._book.end(ticket.group_id, "accepted")
+        if outcome.queue != self._queue_incarnation:
+            # It was the last thing that a queue took before it died.
+            self._book.expire(ticket.group_id)
+            self._to_drop.append(ticket.group_id)
+
+    def _settle_failure(self, ticket: Ticket, error: Exception) -> None:
+        timed_out = isinstance(error, GroupTimedOut)
+        if not self._book.end(ticket.group_id, "timed out" if timed_out else "failed"):
+            logs.warning("a prompt failed too often and is given up: {}", ticket.prompt)
+        self._to_drop.append(ticket.group_id)
+        logs.warning("group {} failed: {}", ticket.group_id, described(error))
+        self._budget.failed(f"group {ticket.group_id}", error)
+
+    def _settle_filtered(self, group_id: int) -> None:
+        self._book.end(group_id, "filtered")
+        self._to_drop.append(group_id)
+        self._filtered_in_a_row += 1
+        if self._filtered_in_a_row > self._spec.max_filtered_in_a_row:
+            raise FilteredOut(
+                f"rollout.filter let none of {self._filtered_in_a_row} groups in a row through "
+                "(rollout.max_filtered_in_a_row): there is nothing to train on"
+            )
+
+    async def _follow_queue(self) -> None:
+        """Learn what expired in the queue, and mend what a restart of it has torn."""
+        incarnation, rerolled = "", []
         while True:
             try:
-                return await self._run(
-                    "evaluate", self._new_group_id(), prompt, samples=1, sampling=sampling
-                )
-            except Exception as error:  # noqa: BLE001 - kept, and raised when there are too many
-                self._spend_error_budget(error)
+                news: QueueNews = await self._queue.news.remote(incarnation, rerolled)
+            except ActorUnavailableError:
+                await asyncio.sleep(RETRY_EVERY_S)
+                continue
+            if news.incarnation != incarnation:
+                await (self._rejoin_queue(news) if news.is_open else self._open_queue(news))
+                self._queue_incarnation = incarnation = news.incarnation
+            for group_id in news.expired:
+                if self._book.is_running(group_id):
+                    # The worker's own word that the queue has taken it is still on its way.
+                    self._book.end(group_id, "accepted")
+                self._book.expire(group_id)
+            rerolled = news.expired
+            await self._bookkeeper.write()
+            self._changed.notify()
 
-    async def _roll_out(self, draw: Draw) -> None:
-        group_id = self._new_group_id()
-        self._untrained[group_id] = draw
-        self._running.add(group_id)
-        accepted = False
-        try:
-            summary = await self._run(
-                "roll_out",
-                group_id,
-                draw.prompt,
-                samples=self._spec.samples,
-                sampling=self._spec.sampling,
-            )
-            accepted = True
-            self._ledger.accept()
-            self._generated_tokens += summary.generated_tokens
-        except Exception as error:  # noqa: BLE001 - kept, and raised when there are too many
-            del self._untrained[group_id]
-            if not self._source.failed(draw):
-                logs.warning("a prompt failed too often and is given up: {}", draw.prompt)
-            self._spend_error_budget(error)
-        finally:
-            self._running.discard(group_id)
-            if not accepted:
-                self._ledger.fail()
-            elif group_id in self._expired_early:
-                self._expired_early.discard(group_id)
-                self._expire(group_id)
-            self._room.set()
+    async def _rejoin_queue(self, news: QueueNews) -> None:
+        """We are the ones who were restarted. What the queue expects no more, it has taken."""
+        running = [ticket.group_id for ticket in self._book.running]
+        heard_of = {group_id for group_id in running if group_id <= news.highest_expected}
+        for group_id in heard_of.difference(news.expected):
+            self._book.end(group_id, "accepted")
+        unheard_of = [group_id for group_id in running if group_id not in heard_of]
+        await self._ask_queue(partial(self._queue.update.remote, unheard_of, []))
 
-    async def _run(
-        self, method: str, group_id: int, prompt: Prompt, *, samples: int, sampling: Sampling
-    ) -> GroupSummary:
-        weight = samples * sampling.max_new_tokens
-        with (
-            self._engines.lease(weight=weight) as (name, engine),
-            self._workers.lease(weight=1) as (worker_name, worker),
-        ):
-            assignment = Assignment(
-                group_id=group_id,
-                prompt=prompt,
-                samples=samples,
-                sampling=sampling,
-                engine=engine,
-                engine_name=name,
-            )
-            return await within(
-                self._spec.group_timeout_s,
-                getattr(worker, method).remote(assignment),
-                who=worker_name,
-                doing=f"group {group_id} (rollout.group_timeout_s)",
-            )
+    async def _open_queue(self, news: QueueNews) -> None:
+        """The queue is new. What one before it held is lost but for what the trainer has."""
+        in_hand = await within(
+            ASK_TIMEOUT_S,
+            self._trainer.queue_restarted.remote(news.incarnation),
+            who="the trainer",
+            doing="telling which groups it holds",
+        )
+        lost = set(self._book.accepted).difference(in_hand)
+        for group_id in sorted(lost, reverse=True):
+            self._book.expire(group_id)
+        if lost:
+            logs.warning("{} groups were lost with the queue and are drawn again", len(lost))
+        await self._bookkeeper.write()
+        running = [ticket.group_id for ticket in self._book.running]
+        await self._ask_queue(partial(self._queue.open.remote, running))
 
-    async def _reroll_expired(self) -> None:
-        while True:
-            for group_id in await self._queue.expired.remote():
-                if group_id in self._running:
-                    # The queue tells before the worker's own answer has come.
-                    self._expired_early.add(group_id)
-                else:
-                    self._expire(group_id)
-            self._room.set()
+    async def _queue_has(self, group_id: int, *, withdraw: bool = False) -> bool:
+        return await self._ask_queue(
+            partial(self._queue.has_taken.remote, group_id, withdraw=withdraw)
+        )
 
-    def _expire(self, group_id: int) -> None:
-        """Its prompt is drawn again. A worker that died between handing a group over and saying
-        so has had its prompt drawn again already."""
-        if group_id in self._untrained:
-            self._ledger.expire()
-            self._source.put_back(self._untrained.pop(group_id))
-
-    def _new_group_id(self) -> int:
-        group_id, self._next_group = self._next_group, self._next_group + 1
-        return group_id
-
-    async def _probe(self, name: str, engine: ActorHandle) -> None:
-        while True:
-            await asyncio.sleep(self._spec.probe_every_s)
-            await within(
-                self._spec.probe_timeout_s,
-                engine.probe.remote(),
-                who=name,
-                doing="a one-token probe (generation.probe_timeout_s)",
-            )
-
-    def _spend_error_budget(self, error: Exception) -> None:
-        self._failures.append(error)
-        logs.warning("a group failed ({} so far): {}", len(self._failures), described(error))
-        if len(self._failures) > self._spec.max_failed_groups:
-            first = self._failures[0]
-            raise TooManyFailures(
-                f"{len(self._failures)} groups failed, more than rollout.max_failed_groups "
-                f"({self._spec.max_failed_groups}) allows. The first: {described(first)}"
-            ) from first
+    async def _ask_queue(self, call: Callable[[], Awaitable[T]]) -> T:
+        return await until_back(
+            ASK_TIMEOUT_S, call, who="the trajectory queue", doing="answering the controller"
+        )

@@ -1,28 +1,45 @@
-"""RolloutWorker: runs episodes and their rewards, a group at a time, many groups at once."""
+"""RolloutWorker: runs episodes and their rewards, a group at a time, many groups at once.
+
+A group that runs here is known by its id: asked for it again, by a controller that was restarted
+and has forgotten whom it asked, the worker goes on with the one it runs. When an engine is lost,
+it asks the controller for another and goes on there from the tokens it has. A finished group is
+kept until the queue has it, over a restart of the queue if need be.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 import ray
 from ray.actor import ActorHandle
 
+from areal_ray import logs
+from areal_ray.actors.calls import until_back
+from areal_ray.actors.engine_calls import EngineCalls, EngineLost
+from areal_ray.actors.offers import NOT_WANTED, Offers
 from areal_ray.data.tokenizer import PromptTokenizer
-from areal_ray.deadlines import within
-from areal_ray.errors import DeadlineExceeded
+from areal_ray.errors import WorkerNotReady
+from areal_ray.generation.continuation import Continuation
+from areal_ray.observability.loop_health import LoopHealth, LoopReport
 from areal_ray.plugins import unpack
 from areal_ray.rewards import RewardPool
 from areal_ray.types import (
+    Completion,
     GenerationRequest,
-    GenerationResult,
+    GroupOutcome,
     GroupSummary,
     Prompt,
     Sampling,
     TrajectoryGroup,
 )
 from areal_ray.workflows import RolloutContext, checked
+
+T = TypeVar("T")
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
@@ -31,9 +48,12 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     max_prompt_tokens: int
     packed_workflow: bytes
     packed_reward: bytes
+    packed_filter: bytes
     reward_processes: int
     reward_timeout_s: float
     request_timeout_s: float
+    progress_every_s: float
+    relocate_timeout_s: float
 
 
 @dataclass(frozen=True)
@@ -44,76 +64,163 @@ class Assignment:
     prompt: Prompt
     samples: int
     sampling: Sampling
-    engine: ActorHandle
     engine_name: str
+    engine: ActorHandle
 
 
-@ray.remote(max_concurrency=4096)
-class RolloutWorker:
-    def __init__(self, spec: WorkerSpec, queue: ActorHandle) -> None:
-        self._spec = spec
-        self._queue = queue
-        self._handle = ray.get_runtime_context().current_actor
-        self._finished: dict[int, TrajectoryGroup] = {}
-        self._workflow = unpack(spec.packed_workflow)
-        self._rewards = RewardPool(
+class _Equipment:
+    """What episodes are run with: made once, off the loop."""
+
+    def __init__(self, spec: WorkerSpec, controller: ActorHandle, offers: Offers) -> None:
+        self.spec = spec
+        self.controller = controller
+        self.offers = offers
+        self.engines = EngineCalls(
+            request_timeout_s=spec.request_timeout_s, progress_every_s=spec.progress_every_s
+        )
+        self.workflow = unpack(spec.packed_workflow)
+        self.filter = unpack(spec.packed_filter)
+        self.rewards = RewardPool(
             spec.packed_reward, processes=spec.reward_processes, timeout_s=spec.reward_timeout_s
         )
-        self._tokenizer = PromptTokenizer(
+        self.tokenizer = PromptTokenizer(
             spec.model_path,
             trust_remote_code=spec.trust_remote_code,
             max_tokens=spec.max_prompt_tokens,
         )
 
-    async def ready(self) -> None:
-        """Answers once the worker can take work."""
 
-    async def roll_out(self, assignment: Assignment) -> GroupSummary:
+@dataclass
+class _Running:
+    assignment: Assignment
+    engine_name: str
+    engine: ActorHandle
+    task: asyncio.Task[GroupOutcome] | None = None
+    moving: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+@ray.remote(max_concurrency=4096)
+class RolloutWorker:
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._running: dict[int, _Running] = {}
+        self._equipment: _Equipment | None = None
+        # One thread: it keeps the loop free, and a tokenizer must not be used by two at once.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._loop_health = LoopHealth(who=name)
+        self._loop_health.start()
+
+    async def start(self, spec: WorkerSpec, queue: ActorHandle, controller: ActorHandle) -> None:
+        """Get ready to take work from `controller`, and to give it to `queue`."""
+        if self._equipment is None:
+            me = ray.get_runtime_context().current_actor
+            self._equipment = await self._in_thread(
+                lambda: _Equipment(spec, controller, Offers(queue, me))
+            )
+
+    async def prove(self) -> None:
+        """Answers if the worker works."""
+
+    async def running(self) -> dict[int, str]:
+        """The groups that run here, and the engine of each."""
+        return {group_id: one.engine_name for group_id, one in self._running.items()}
+
+    async def roll_out(self, assignment: Assignment) -> GroupOutcome:
         """Run a group and hand it to the queue; only its summary goes back."""
-        group = await self._run(assignment)
-        summary = group.summary()
-        self._finished[group.group_id] = group
-        try:
-            await self._queue.put.remote(self._handle, summary)
-        finally:
-            self._finished.pop(group.group_id, None)
-        return summary
+        running = self._running.get(assignment.group_id)
+        if running is None:
+            running = _Running(assignment, assignment.engine_name, assignment.engine)
+            self._running[assignment.group_id] = running
+            running.task = asyncio.create_task(self._roll_out(running))
+            running.task.add_done_callback(lambda task: self._ended(assignment.group_id, task))
+        return await asyncio.shield(running.task)
 
-    async def hand_over(self, group_id: int) -> tuple[TrajectoryGroup, bool]:
-        """Called by the queue, which so becomes the owner of the group."""
-        return self._finished.pop(group_id), True
+    async def give_up(self, group_id: int) -> None:
+        """Nobody waits for this group any more."""
+        running = self._running.get(group_id)
+        if running is not None and running.task is not None:
+            running.task.cancel()
+
+    async def hand_over(self, group_ids: list[int]) -> tuple[TrajectoryGroup | bool, ...]:
+        """Called by the queue, which so becomes the owner of the groups."""
+        return (*self._own.offers.hand_over(group_ids), True)
 
     async def evaluate(self, assignment: Assignment) -> GroupSummary:
         """Run a group whose reward is wanted and nothing else."""
-        return (await self._run(assignment)).summary()
+        running = _Running(assignment, assignment.engine_name, assignment.engine)
+        return (await self._run(running)).summary()
+
+    async def loop_report(self) -> LoopReport:
+        return self._loop_health.report()
 
     async def close(self) -> None:
-        await self._rewards.close()
+        self._loop_health.close()
+        if self._equipment is not None:
+            await self._equipment.rewards.close()
 
-    async def _run(self, assignment: Assignment) -> TrajectoryGroup:
-        async def generate(request: GenerationRequest) -> GenerationResult:
-            call = assignment.engine.generate.remote(request)
-            try:
-                return await within(
-                    self._spec.request_timeout_s,
-                    call,
-                    who=assignment.engine_name,
-                    doing=f"generating {request.request_id} (generation.request_timeout_s)",
-                )
-            except (DeadlineExceeded, asyncio.CancelledError):
-                # Giving up the wait does not end the call: the engine is to stop working on it.
-                ray.cancel(call)
-                raise
+    async def _roll_out(self, running: _Running) -> GroupOutcome:
+        group = await self._run(running)
+        keep, summary = await self._in_thread(lambda: (self._own.filter(group), group.summary()))
+        if not keep:
+            return GroupOutcome("filtered", summary)
+        taken_by = await self._own.offers.offer(group, summary)
+        if taken_by == NOT_WANTED:
+            return GroupOutcome("not wanted", summary)
+        return GroupOutcome("taken", summary, queue=taken_by)
+
+    async def _run(self, running: _Running) -> TrajectoryGroup:
+        assignment = running.assignment
+
+        async def generate(request: GenerationRequest) -> list[Completion]:
+            return await self._generate(running, request)
 
         context = RolloutContext(
             group_id=assignment.group_id,
             samples=assignment.samples,
             sampling=assignment.sampling,
             generate=generate,
-            tokenizer=self._tokenizer,
-            rewards=self._rewards,
+            tokenizer=self._own.tokenizer,
+            off_loop=self._in_thread,
+            rewards=self._own.rewards,
         )
-        trajectories = checked(await self._workflow(assignment.prompt, context))
+        trajectories = checked(await self._own.workflow(assignment.prompt, context))
         return TrajectoryGroup(
             group_id=assignment.group_id, prompt=assignment.prompt, trajectories=trajectories
         )
+
+    async def _generate(self, running: _Running, request: GenerationRequest) -> list[Completion]:
+        """On the engine of the group; if that is lost, on the next one it gets."""
+        continuation = Continuation(request)
+        while (rest := continuation.rest()) is not None:
+            name = running.engine_name
+            try:
+                await self._own.engines.generate(name, running.engine, rest, continuation)
+            except EngineLost as lost:
+                logs.warning("{} goes on elsewhere: {}", request.request_id, lost)
+                async with running.moving:
+                    if running.engine_name == name:  # else another request of the group was first
+                        await self._relocate(running)
+        return continuation.completions()
+
+    async def _relocate(self, running: _Running) -> None:
+        group_id, lost = running.assignment.group_id, running.engine_name
+        running.engine_name, running.engine = await until_back(
+            self._own.spec.relocate_timeout_s,
+            lambda: self._own.controller.relocate.remote(group_id, lost),
+            who="the controller",
+            doing=f"finding an engine for group {group_id} (generation.startup_timeout_s)",
+        )
+
+    @property
+    def _own(self) -> _Equipment:
+        if self._equipment is None:
+            raise WorkerNotReady(f"{self._name} was given work before it was started")
+        return self._equipment
+
+    def _ended(self, group_id: int, task: asyncio.Task[GroupOutcome]) -> None:
+        del self._running[group_id]
+        if not task.cancelled():
+            task.exception()  # looked at, even if the controller that asked is gone
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)

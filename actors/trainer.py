@@ -18,8 +18,10 @@ import numpy as np
 import ray
 from ray.actor import ActorHandle
 
+from areal_ray.actors.batches import Batches
 from areal_ray.config import WarmupConfig
 from areal_ray.observability.jsonl import JsonlWriter
+from areal_ray.observability.loop_health import LoopHealth, LoopReport
 from areal_ray.training import PolicyTrainer, StepMetrics, TrainerSpec
 from areal_ray.types import Prompt, TrajectoryGroup, WeightVersion
 from areal_ray.weights.layout import WeightManifest, manifest_of
@@ -70,7 +72,7 @@ class SendingPlan(msgspec.Struct, frozen=True):
 class TrainerActor:
     def __init__(self, spec: TrainerSpec, queue: ActorHandle, run_dir: str) -> None:
         self._spec = spec
-        self._queue = queue
+        self._batches = Batches(queue)
         self._run_dir = Path(run_dir)
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._trainer: PolicyTrainer | None = None
@@ -78,6 +80,9 @@ class TrainerActor:
         self._rendezvous: Rendezvous | None = None
         self._group: TransferGroup | None = None
         self._manifest: WeightManifest | None = None
+        self._version: WeightVersion = 0
+        self._loop_health = LoopHealth(who="the trainer")
+        self._loop_health.start()
 
     async def start(self) -> None:
         self._trainer = await self._in_thread(lambda: PolicyTrainer(self._spec))
@@ -95,18 +100,21 @@ class TrainerActor:
     async def train_step(self, step: int, version: WeightVersion) -> TrainReport:
         """Take a batch, learn from it, let it go."""
         began = time.perf_counter()
-        lease = await self._queue.get_batch.remote(version)
+        batch = await self._batches.next(version)
+        waited_s = time.perf_counter() - began
         try:
-            groups: list[TrajectoryGroup] = await asyncio.gather(*lease.references)
-            waited_s = time.perf_counter() - began
-            metrics = await self._in_thread(lambda: self._started.train_on(groups))
+            metrics = await self._in_thread(lambda: self._train(batch.groups, step))
         except BaseException:
-            await self._queue.release.remote(lease.lease_id)
+            await self._batches.give_back(batch)
             raise
-        await self._queue.acknowledge.remote(lease.lease_id)
+        await self._batches.done(batch)
         assert self._rollouts is not None
-        self._rollouts.write((step, groups))
-        return _report(step, version, groups, waited_s, metrics)
+        self._rollouts.write((step, batch.groups))
+        return _report(step, version, batch.groups, waited_s, metrics)
+
+    async def queue_restarted(self, incarnation: str) -> list[int]:
+        """The queue lost what it held. Returns the groups that are here, and will be used."""
+        return self._batches.queue_restarted(incarnation)
 
     async def sending_plan(self, bucket_bytes: int, timeout_s: float) -> SendingPlan:
         """Open the place where engines join; the weights' names, shapes and order."""
@@ -125,9 +133,9 @@ class TrainerActor:
             host=self._rendezvous.host, port=self._rendezvous.port, manifest=self._manifest
         )
 
-    async def send_weights(self, member: GroupMember) -> None:
-        """Broadcast the weights; returns once every member has staged them."""
-        await self._in_thread(lambda: self._send(member))
+    async def send_weights(self, member: GroupMember) -> WeightVersion:
+        """Broadcast the weights; returns their version once every member has staged them."""
+        return await self._in_thread(lambda: self._send(member))
 
     async def export(self, directory: str) -> None:
         await self._in_thread(lambda: self._started.export(Path(directory)))
@@ -137,7 +145,11 @@ class TrainerActor:
         await self.export(directory)
         await self.close()
 
+    async def loop_report(self) -> LoopReport:
+        return self._loop_health.report()
+
     async def close(self) -> None:
+        self._loop_health.close()
         rollouts, self._rollouts = self._rollouts, None
         if rollouts is not None:
             await asyncio.to_thread(rollouts.close)
@@ -147,7 +159,7 @@ class TrainerActor:
         assert self._trainer is not None
         return self._trainer
 
-    def _send(self, member: GroupMember) -> None:
+    def _send(self, member: GroupMember) -> WeightVersion:
         assert self._rendezvous is not None
         assert self._manifest is not None
         if self._group is not None and self._group.member != member:
@@ -162,6 +174,12 @@ class TrainerActor:
             self._group.close()
             self._group = None
             raise
+        return self._version
+
+    def _train(self, groups: Sequence[TrajectoryGroup], step: int) -> StepMetrics:
+        metrics = self._started.train_on(groups)
+        self._version = step
+        return metrics
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         """In the one compute thread: torch keeps a pool of helpers for each thread it sees."""

@@ -1,22 +1,30 @@
 """TrajectoryQueue: references to finished groups, on their way from rollout to training.
 
 It holds references, never arrays. In Ray the caller of a method owns what it returns: so the
-queue calls the worker for a finished group, and the group, wherever it lies in the object
+queue calls the worker for its finished groups, and a group, wherever it lies in the object
 store, outlives the worker that made it. A full queue makes producers wait; a trainer waits for
 a batch; nobody polls.
+
+What the queue holds is lost with its process. Ray restarts it, and the new one, another
+incarnation, takes and gives nothing until the controller opens it: by then the prompts of all
+that was lost are drawn again, and what is still on its way is expected here. A lease of an
+earlier incarnation means nothing any more.
 """
 
 from __future__ import annotations
 
-import asyncio
+import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import ray
 from ray.actor import ActorHandle
 
+from areal_ray.changes import Changes
 from areal_ray.deadlines import within
 from areal_ray.errors import QueueClosed
+from areal_ray.observability.loop_health import LoopHealth, LoopReport
 from areal_ray.trajectory_buffer import TrajectoryBuffer
 from areal_ray.types import GroupSummary, WeightVersion
 
@@ -27,98 +35,179 @@ HAND_OVER_TIMEOUT_S = 300.0
 class Lease:
     """A batch that is on loan to the trainer until it acknowledges it."""
 
+    incarnation: str
     lease_id: int
     references: list[ray.ObjectRef]
-    summaries: list[GroupSummary]
+
+
+class Receipt(msgspec.Struct, frozen=True):
+    """What became of the groups that a worker offered: taken now, or not wanted (again). For
+    the others there was no room."""
+
+    incarnation: str
+    taken: list[int]
+    unwanted: list[int]
+
+
+class QueueNews(msgspec.Struct, frozen=True):
+    """What the controller must know: `is_open` is False in a queue that has just (re)started."""
+
+    incarnation: str
+    is_open: bool
+    expected: list[int]
+    highest_expected: int
+    expired: list[int]
 
 
 class QueueStatus(msgspec.Struct, frozen=True):
     waiting_groups: int
     held_groups: int
     held_bytes: int
+    loop: LoopReport
 
 
 @ray.remote(max_concurrency=4096)
 class TrajectoryQueue:
-    def __init__(self, *, batch: int, max_groups: int, max_bytes: int, max_staleness: int) -> None:
-        self._batch = batch
+    def __init__(
+        self,
+        *,
+        batch: int,
+        max_groups: int,
+        max_bytes: int,
+        max_staleness: int,
+        window: int | None,
+    ) -> None:
         self._buffer: TrajectoryBuffer[ray.ObjectRef] = TrajectoryBuffer(
-            batch=batch, max_groups=max_groups, max_bytes=max_bytes, max_staleness=max_staleness
+            batch=batch,
+            max_groups=max_groups,
+            max_bytes=max_bytes,
+            max_staleness=max_staleness,
+            window=window,
         )
-        self._changed = asyncio.Condition()
+        self._incarnation = uuid.uuid4().hex
+        self._is_open = False
         self._closed = False
+        self._changed = Changes()
+        self._loop_health = LoopHealth(who="the trajectory queue")
+        self._loop_health.start()
 
-    async def put(self, worker: ActorHandle, summary: GroupSummary) -> None:
-        """Take over a group that `worker` has finished. Waits while the queue is full."""
-        async with self._changed:
-            await self._changed.wait_for(
-                lambda: self._closed or self._buffer.has_room(summary.nbytes)
+    async def open(self, expected: Sequence[int]) -> None:
+        """Begin to take and give; these groups are on their way."""
+        self._buffer.expect(expected)
+        self._is_open = True
+        self._changed.notify()
+
+    async def update(self, expect: Sequence[int], drop: Sequence[int]) -> None:
+        """These groups are on their way from now on, and those are no more."""
+        self._buffer.expect(expect)
+        self._buffer.drop(drop)
+        self._changed.notify()
+
+    async def put(self, worker: ActorHandle, summaries: Sequence[GroupSummary]) -> Receipt:
+        """Take over the groups that `worker` has finished, as far as there is room."""
+        await self._until(lambda: self._is_open)
+        unwanted = [s.group_id for s in summaries if not self._buffer.is_wanted(s.group_id)]
+        taken = []
+        for summary in summaries:
+            if self._buffer.is_wanted(summary.group_id) and self._buffer.has_room(summary):
+                self._buffer.reserve(summary)
+                taken.append(summary)
+        if taken:
+            await self._take_over(worker, taken)
+        return Receipt(self._incarnation, [s.group_id for s in taken], unwanted)
+
+    async def until_room(self, summary: GroupSummary) -> None:
+        """Returns when it may be worth while to offer the group again."""
+        await self._until(
+            lambda: (
+                self._is_open
+                and (not self._buffer.is_wanted(summary.group_id) or self._buffer.has_room(summary))
             )
-            self._refuse_if_closed()
-            self._buffer.reserve(summary)
-        try:
-            # The second return value only tells that the first is stored: awaiting the group
-            # itself would bring it here.
-            group, stored = worker.hand_over.options(num_returns=2).remote(summary.group_id)
-            await within(
-                HAND_OVER_TIMEOUT_S, stored, who="a rollout worker", doing="handing a group over"
-            )
-        except BaseException:
-            async with self._changed:
-                self._buffer.cancel(summary)
-                self._changed.notify_all()
-            raise
-        async with self._changed:
-            self._buffer.put(group, summary)
-            self._changed.notify_all()
+        )
 
     async def get_batch(self, version: WeightVersion) -> Lease:
-        """Lend out the oldest groups that are fresh enough. Waits until they make a batch."""
-        async with self._changed:
-            while (leased := self._buffer.lease(self._batch, version)) is None:
-                self._refuse_if_closed()
-                # Groups may have expired just now: room for producers, work for the controller.
-                self._changed.notify_all()
-                await self._changed.wait()
-            self._changed.notify_all()
+        """Lend out the next groups that are fresh enough. Waits until they make a batch."""
+        leased = None
+        while leased is None:
+            await self._until(lambda: self._is_open)
+            expired = len(self._buffer.expired)
+            leased = self._buffer.lease(version)
+            if leased is not None or len(self._buffer.expired) > expired:
+                # Room for producers, and maybe work for the controller.
+                self._changed.notify()
+            if leased is None:
+                await self._changed.next()
         lease_id, entries = leased
-        return Lease(
-            lease_id=lease_id,
-            references=[entry.payload for entry in entries],
-            summaries=[entry.summary for entry in entries],
-        )
+        return Lease(self._incarnation, lease_id, [entry.payload for entry in entries])
 
-    async def acknowledge(self, lease_id: int) -> None:
-        async with self._changed:
+    async def acknowledge(self, incarnation: str, lease_id: int) -> None:
+        """They were trained on: let them go."""
+        if incarnation == self._incarnation:
             self._buffer.acknowledge(lease_id)
-            self._changed.notify_all()
+            self._changed.notify()
 
-    async def release(self, lease_id: int) -> None:
-        async with self._changed:
+    async def release(self, incarnation: str, lease_id: int) -> None:
+        """They were not trained on: they go first the next time."""
+        if incarnation == self._incarnation:
             self._buffer.release(lease_id)
-            self._changed.notify_all()
+            self._changed.notify()
 
-    async def expired(self) -> list[int]:
-        """The ids of groups that grew too old here. Waits until there are any."""
-        async with self._changed:
-            while not (expired := self._buffer.take_expired()):
-                self._refuse_if_closed()
-                await self._changed.wait()
-        return expired
+    async def has_taken(self, group_id: int, *, withdraw: bool = False) -> bool:
+        """Whether an expected group is here by now, or was. If not, `withdraw` refuses it."""
+        await self._until(lambda: self._is_open and not self._buffer.is_coming(group_id))
+        taken = not self._buffer.is_wanted(group_id)
+        if not taken and withdraw:
+            self._buffer.drop([group_id])
+            self._changed.notify()
+        return taken
+
+    async def news(self, incarnation: str, rerolled: Sequence[int]) -> QueueNews:
+        """Waits while `incarnation` is this one and nothing has expired but what the controller
+        has `rerolled`. Expired groups are told again until then: none is lost with a controller.
+        """
+        self._buffer.forget_expired(rerolled)
+        await self._until(lambda: incarnation != self._incarnation or self._buffer.expired)
+        return QueueNews(
+            incarnation=self._incarnation,
+            is_open=self._is_open,
+            expected=self._buffer.expected,
+            highest_expected=self._buffer.highest_expected,
+            expired=self._buffer.expired,
+        )
 
     async def status(self) -> QueueStatus:
         return QueueStatus(
             waiting_groups=self._buffer.waiting,
             held_groups=self._buffer.groups,
             held_bytes=self._buffer.nbytes,
+            loop=self._loop_health.report(),
         )
 
     async def close(self) -> None:
         """Let everybody who waits go, with `QueueClosed`."""
-        async with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._closed = True
+        self._changed.notify()
 
-    def _refuse_if_closed(self) -> None:
+    async def _take_over(self, worker: ActorHandle, summaries: Sequence[GroupSummary]) -> None:
+        try:
+            # The last return value only tells that the others are stored: awaiting a group
+            # itself would bring it here.
+            *groups, stored = worker.hand_over.options(num_returns=len(summaries) + 1).remote(
+                [summary.group_id for summary in summaries]
+            )
+            await within(
+                HAND_OVER_TIMEOUT_S, stored, who="a rollout worker", doing="handing groups over"
+            )
+        except BaseException:
+            for summary in summaries:
+                self._buffer.cancel(summary.group_id)
+            self._changed.notify()
+            raise
+        for group, summary in zip(groups, summaries, strict=True):
+            self._buffer.put(group, summary)
+        self._changed.notify()
+
+    async def _until(self, condition: Callable[[], object]) -> None:
+        await self._changed.until(lambda: self._closed or condition())
         if self._closed:
             raise QueueClosed("the trajectory queue is closed")

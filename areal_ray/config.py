@@ -72,6 +72,10 @@ class WarmupConfig(Section):
 class GenerationConfig(Section):
     engines: Count = 1
     """vLLM engines in the pool."""
+    min_engines: Count = 1
+    """With fewer that serve or may yet serve, the run ends."""
+    restart_engines: bool = True
+    """Bring a lost engine back. Off, each loss is for good."""
     tensor_parallel: Count = 1
     """GPUs per engine."""
     max_new_tokens: Count = 512
@@ -84,9 +88,14 @@ class GenerationConfig(Section):
     startup_timeout_s: Positive = 900.0
     request_timeout_s: Positive = 900.0
     """One generation call, a whole group, must end within this."""
-    probe_every_s: Positive = 15.0
+    progress_every_s: Positive = 2.0
+    """How often an engine's tokens are noted elsewhere, to go on from if it is lost."""
+    probe_every_s: Positive = 5.0
     """How often an engine proves that it still generates."""
-    probe_timeout_s: Positive = 120.0
+    suspect_after_s: Positive = 30.0
+    """An engine that has not proved it for so long gets no new work."""
+    dead_after_s: Positive = 120.0
+    """After so long it is killed and restarted, and its requests go on elsewhere."""
 
 
 class RolloutConfig(Section):
@@ -103,7 +112,20 @@ class RolloutConfig(Section):
     group_timeout_s: Positive = 3600.0
     """A whole episode, reward and place in the queue included, must end within this."""
     max_failed_groups: CountOrZero = 16
-    """More failures than this end the run, with the first one as the cause."""
+    max_failure_rate: NotNegative = 0.1
+    """More failures than both allow, the rate among the last 256 groups, end the run."""
+    filter: str = "everything"
+    """Which groups to train on: `everything`, `unequal_rewards`, or `file.py:function`."""
+    max_filtered_in_a_row: Count = 1000
+    """A filter that lets none of so many groups through ends the run."""
+    order: Literal["completion", "strict", "window"] = "completion"
+    """In which order groups are trained on: as they are finished; as they were drawn; or as
+    finished, within a window over the oldest that is not, so that long answers are not left
+    behind."""
+    window: Count | None = None
+    """How many groups ahead of the oldest unfinished one. Derived: `trainer.groups_per_step`."""
+    max_queue_gib: Positive = 8.0
+    """Finished groups that wait for training, in all; rollout waits when there are more."""
 
 
 class AlgorithmConfig(Section):
@@ -205,6 +227,19 @@ def _problems(config: Config, has_held_out: bool) -> Iterator[str]:
             "generation.temperature: expected a number > 0, got 0: greedy samples of a prompt "
             "are all alike, and there is nothing to learn from them"
         )
+    generation, rollout = config.generation, config.rollout
+    if generation.min_engines > generation.engines:
+        yield (
+            f"generation.min_engines: expected at most generation.engines "
+            f"({generation.engines}), got {generation.min_engines}"
+        )
+    if generation.suspect_after_s >= generation.dead_after_s:
+        yield (
+            f"generation.suspect_after_s: expected less than generation.dead_after_s "
+            f"({generation.dead_after_s:g}), got {generation.suspect_after_s:g}"
+        )
+    if rollout.window is not None and rollout.order != "window":
+        yield f"rollout.window: only read with `rollout.order: window`, not `{rollout.order}`"
     if config.device == "cpu" and config.generation.tensor_parallel > 1:
         yield (
             "generation.tensor_parallel: expected 1 with `device: cpu`, got "
@@ -221,4 +256,6 @@ def resolve(config: Config, *, device: Literal["cpu", "cuda"]) -> Config:
     if rollout.max_concurrent_groups is None:
         all_of_them = (rollout.max_staleness + 1) * config.trainer.groups_per_step
         rollout = replace(rollout, max_concurrent_groups=all_of_them)
+    if rollout.order == "window" and rollout.window is None:
+        rollout = replace(rollout, window=config.trainer.groups_per_step)
     return replace(config, device=device, model=model, rollout=rollout)

@@ -46,6 +46,10 @@ class EngineError(ArealRayError):
     """A generation engine failed."""
 
 
+class EngineNotServing(EngineError):
+    """An engine was asked that is dead, or not up yet: another can be asked instead."""
+
+
 class RewardError(ArealRayError):
     """A reward function raised, timed out, or returned something that is no number."""
 
@@ -60,6 +64,30 @@ class TrainingError(ArealRayError):
 
 class WeightUpdateError(ArealRayError):
     """A weight update did not reach every engine."""
+
+
+class JournalError(ArealRayError):
+    """A journal can't be read or does not belong to this run."""
+
+
+class GroupTimedOut(ArealRayError):
+    """A group took longer than `rollout.group_timeout_s`."""
+
+
+class WorkerNotReady(ArealRayError):
+    """A worker was asked that has just been restarted: another can be asked instead."""
+
+
+class WorkerLost(ArealRayError):
+    """A group took one worker after another down with it."""
+
+
+class FilteredOut(ArealRayError):
+    """The user's filter lets nothing through."""
+
+
+class PoolError(ArealRayError):
+    """Too few members of a pool are left to go on."""
 
 
 class QueueClosed(ArealRayError):

@@ -2,16 +2,20 @@
 
 vLLM runs its engine in a process of its own, and rewards run in others. When the actor is
 killed, nobody is left to stop them, and they keep their memory and their GPU for ever. So each
-of them holds on to the owner's pid and ends itself as soon as the owner is gone.
+of them holds on to the owner's pid and ends itself as soon as the owner is gone. One that is
+stopped (SIGSTOP, a debugger) can't: if it is the owner's own child, the kernel does it instead.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
+import signal
 import threading
 
 OWNER_PID = "AREAL_RAY_OWNER_PID"
+PR_SET_PDEATHSIG = 1
 
 
 def claim_ownership() -> None:
@@ -24,6 +28,8 @@ def die_with_owner() -> None:
     owner = os.environ.get(OWNER_PID)
     if owner is None or int(owner) == os.getpid():
         return
+    if os.getppid() == int(owner):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         handle = os.pidfd_open(int(owner))
     except ProcessLookupError:

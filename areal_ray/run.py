@@ -18,7 +18,8 @@ from pathlib import Path
 
 import msgspec
 
-from areal_ray.actors.crew import Crew, Task
+from areal_ray.actors.crew import Crew
+from areal_ray.actors.crew_specs import Task
 from areal_ray.algorithms import ADVANTAGES, POLICY_LOSSES
 from areal_ray.config import Config, check, resolve
 from areal_ray.config_file import from_mapping
@@ -33,7 +34,7 @@ from areal_ray.rewards import Reward
 from areal_ray.session import Ending, Session
 from areal_ray.stopping import StopRequested, StopSignals
 from areal_ray.types import Prompt
-from areal_ray.workflows import Workflow, load_workflow
+from areal_ray.workflows import Workflow, load_filter, load_workflow
 
 
 class RunResult(msgspec.Struct, frozen=True):
@@ -101,6 +102,7 @@ class Run:
             refuse_without_answers(self._demonstrations)
         self._reward = _reward(reward, config.reward.function)
         self._workflow = workflow or load_workflow(config.rollout.workflow)
+        self._filter = load_filter(config.rollout.filter)
         self._make_model = _model_factory(config)
         # Looked up now, so that an unknown name is told before anything starts.
         _ = ADVANTAGES[config.algorithm.advantage], POLICY_LOSSES[config.algorithm.loss]
@@ -163,6 +165,7 @@ class Run:
             demonstrations=self._demonstrations,
             packed_workflow=pack(self._workflow),
             packed_reward=pack(self._reward),
+            packed_filter=pack(self._filter),
         )
         crew = Crew(config, task, model_path=model_path, run_dir=files.directory, seats=seats)
         ending.push_async_exit(crew)

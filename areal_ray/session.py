@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Literal
 
 from areal_ray.config import Config
@@ -62,7 +61,9 @@ class Session:
         """Learn until the end; whatever the control plane finds wrong ends it at once."""
         self._view.phase("training")
         try:
-            return await guarded(self._learn(), self._watch(), self._end_rollout_when_stopped())
+            return await guarded(
+                self._learn(), self._crew.watch(), self._end_rollout_when_stopped()
+            )
         except BaseException:
             if self._evaluation is not None:
                 self._evaluation.cancel()
@@ -138,12 +139,7 @@ class Session:
         return (await evaluation).reward
 
     async def _evaluate(self, step: int) -> EvaluationRecord:
-        evaluation = await within(
-            self._config.evaluation.timeout_s,
-            self._crew.controller.evaluate.remote(self._held_out),
-            who="the engines",
-            doing="an evaluation (evaluation.timeout_s)",
-        )
+        evaluation = await self._crew.evaluate(self._held_out)
         record = EvaluationRecord(
             step=step,
             version=evaluation.version,
@@ -157,17 +153,8 @@ class Session:
         return record
 
     async def _record(self, report: TrainReport, update: UpdateReport) -> None:
-        controller, queue = self._crew.controller, self._crew.queue
-        rollout, waiting, _ = await within(
-            STATUS_TIMEOUT_S,
-            _all(
-                controller.status.remote(),
-                queue.status.remote(),
-                controller.trained.remote(report.group_ids),
-            ),
-            who="the control plane",
-            doing="its status",
-        )
+        await self._crew.trained(report.group_ids)
+        rollout, waiting = await self._crew.status()
         now = time.monotonic()
         generated = rollout.generated_tokens - self._tokens_recorded
         record = StepRecord(
@@ -182,6 +169,10 @@ class Session:
             queue_groups=waiting.waiting_groups,
             groups_failed=rollout.ledger.failed,
             groups_expired=rollout.ledger.expired,
+            groups_filtered=rollout.ledger.filtered,
+            engines=sum(engine.state == "serving" for engine in rollout.engines),
+            controller_lag_p99_ms=rollout.loop.p99_ms,
+            queue_lag_p99_ms=waiting.loop.p99_ms,
             waited_s=report.waited_s,
             train_s=report.metrics.seconds,
             staged_s=update.staged_s,
@@ -196,9 +187,6 @@ class Session:
         self._files.record(record)
         self._view.step(record)
 
-    async def _watch(self) -> None:
-        await self._crew.controller.watch.remote()
-
     async def _end_rollout_when_stopped(self) -> None:
         await self._stop.requested.wait()
         self._view.phase("stopping: finishing the step, then saving")
@@ -208,7 +196,3 @@ class Session:
             who="the control plane",
             doing="ending rollout",
         )
-
-
-async def _all(*awaitables: Awaitable[object]) -> list[object]:
-    return await asyncio.gather(*awaitables)

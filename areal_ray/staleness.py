@@ -25,22 +25,36 @@ from areal_ray.types import WeightVersion
 
 
 class LedgerCounts(msgspec.Struct, frozen=True):
-    version: WeightVersion
-    submitted: int
-    running: int
-    accepted: int
-    filtered: int
-    failed: int
-    expired: int
+    version: WeightVersion = 0
+    submitted: int = 0
+    running: int = 0
+    accepted: int = 0
+    filtered: int = 0
+    failed: int = 0
+    expired: int = 0
 
 
 class StalenessLedger:
-    def __init__(self, *, batch: int, max_staleness: int, max_concurrent: int) -> None:
+    def __init__(
+        self,
+        *,
+        batch: int,
+        max_staleness: int,
+        max_concurrent: int,
+        counts: LedgerCounts | None = None,
+    ) -> None:
+        """`counts`: those of a ledger before, from which this one goes on."""
+        counts = counts or LedgerCounts()
         self._batch = batch
         self._max_staleness = max_staleness
         self._max_concurrent = max_concurrent
-        self._version: WeightVersion = 0
-        self._running = self._accepted = self._filtered = self._failed = self._expired = 0
+        self._version = counts.version
+        self._submitted = counts.submitted
+        self._running = counts.running
+        self._accepted = counts.accepted
+        self._filtered = counts.filtered
+        self._failed = counts.failed
+        self._expired = counts.expired
 
     @property
     def capacity(self) -> int:
@@ -51,10 +65,9 @@ class StalenessLedger:
 
     @property
     def counts(self) -> LedgerCounts:
-        ended = self._accepted + self._filtered + self._failed + self._expired
         return LedgerCounts(
             version=self._version,
-            submitted=self._running + ended,
+            submitted=self._submitted,
             running=self._running,
             accepted=self._accepted,
             filtered=self._filtered,
@@ -65,6 +78,7 @@ class StalenessLedger:
     def submit(self) -> None:
         if self.capacity < 1:
             raise ValueError("a group was submitted beyond the ledger's capacity")
+        self._submitted += 1
         self._running += 1
 
     def accept(self) -> None:

@@ -1,20 +1,28 @@
 """Finished groups between rollout and training. A pure state machine over opaque payloads.
 
-An entry's life:
+A group's life here:
 
-    reserved -> waiting -> leased -> acknowledged (gone)
-                      |         `-> released (waiting again, in its old place)
-                      `-> expired
+    expected -> reserved -> waiting -> leased -> acknowledged (gone)
+        |                         |         `-> released (waiting again)
+        `-> dropped (gone)        `-> expired
 
-Groups are handed out in the order in which they were put. One whose oldest token is more than
-`max_staleness` versions behind is never handed out: it expires, and `take_expired` tells whose
-prompts to roll out again. Nothing is dropped for want of room: `has_room` tells a producer to
-wait.
+Only an expected group is taken, and each of them once: a second copy, made because a worker was
+thought dead, is refused. Nothing is dropped for want of room: `has_room` tells a producer to
+wait. A group whose oldest token is more than `max_staleness` versions behind is never handed
+out: it expires, and stays among the `expired` until its prompt is known to be drawn again.
+
+Groups are handed out oldest first, that is by their ids, as far as the `window` allows: only
+those that are less than `window` ids ahead of the oldest group still expected. So `window` None
+is the order of completion, 0 is the strict order of drawing, and anything between lets short
+answers go first without starving the long ones out of the batch.
+
+Example: window 3; groups 4, 6, 7 wait, 5 and 8 are expected. The oldest expected one is 5, so 4,
+6 and 7 may go; had 9 been finished too, it would wait until 5 and 8 are in (8 + 3 > 9).
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -30,15 +38,28 @@ class Entry(Generic[Payload]):
 
 
 class TrajectoryBuffer(Generic[Payload]):
-    def __init__(self, *, batch: int, max_groups: int, max_bytes: int, max_staleness: int) -> None:
+    def __init__(
+        self,
+        *,
+        batch: int,
+        max_groups: int,
+        max_bytes: int,
+        max_staleness: int,
+        window: int | None = None,
+    ) -> None:
         self._batch = batch
         self._max_groups = max_groups
         self._max_bytes = max_bytes
         self._max_staleness = max_staleness
-        self._waiting: deque[Entry[Payload]] = deque()
+        self._window = window
+        self._expected: dict[int, None] = {}
+        """In the order of drawing, which is that of the ids: the first is the oldest."""
+        self.highest_expected = -1
+        self._reserved: dict[int, int] = {}
+        self._waiting: dict[int, Entry[Payload]] = {}
+        """In the order of completion."""
         self._leased: dict[int, list[Entry[Payload]]] = {}
-        self._expired: list[int] = []
-        self._reserved = 0
+        self._expired: dict[int, None] = {}
         self._bytes = 0
         self._next_lease = 0
 
@@ -46,7 +67,7 @@ class TrajectoryBuffer(Generic[Payload]):
     def groups(self) -> int:
         """Groups that have a place: reserved, waiting or leased."""
         leased = sum(len(entries) for entries in self._leased.values())
-        return self._reserved + len(self._waiting) + leased
+        return len(self._reserved) + len(self._waiting) + leased
 
     @property
     def waiting(self) -> int:
@@ -56,34 +77,70 @@ class TrajectoryBuffer(Generic[Payload]):
     def nbytes(self) -> int:
         return self._bytes
 
-    def has_room(self, nbytes: int) -> bool:
+    @property
+    def expected(self) -> list[int]:
+        return list(self._expected)
+
+    @property
+    def expired(self) -> list[int]:
+        return list(self._expired)
+
+    def expect(self, group_ids: Iterable[int]) -> None:
+        """These groups are on their way."""
+        ids = sorted(group_ids)
+        if not ids:
+            return
+        in_order = not self._expected or ids[0] > next(reversed(self._expected))
+        self._expected.update(dict.fromkeys(ids))
+        if not in_order:
+            self._expected = dict.fromkeys(sorted(self._expected))
+        self.highest_expected = max(self.highest_expected, ids[-1])
+
+    def drop(self, group_ids: Iterable[int]) -> None:
+        """These will not come: they failed or were filtered."""
+        for group_id in group_ids:
+            self._expected.pop(group_id, None)
+
+    def is_wanted(self, group_id: int) -> bool:
+        """Whether it is expected, and nobody else is about to bring it."""
+        return group_id in self._expected and group_id not in self._reserved
+
+    def is_coming(self, group_id: int) -> bool:
+        """Whether somebody is about to bring it."""
+        return group_id in self._reserved
+
+    def has_room(self, summary: GroupSummary) -> bool:
         """What the next batch is short of is let in past every bound: it would wait for ever."""
-        if self._reserved + len(self._waiting) < self._batch:
+        coming = sum(self._may_go(group_id) for group_id in self._reserved)
+        if self._may_go(summary.group_id) and coming + len(self._ready()) < self._batch:
             return True
-        return self.groups < self._max_groups and self._bytes + nbytes <= self._max_bytes
+        return self.groups < self._max_groups and self._bytes + summary.nbytes <= self._max_bytes
 
     def reserve(self, summary: GroupSummary) -> None:
-        """Keep a place for a group that is on its way."""
-        self._reserved += 1
+        """Keep a place for a group that is being brought."""
+        if not self.is_wanted(summary.group_id):
+            raise ValueError(f"group {summary.group_id} is not expected")
+        self._reserved[summary.group_id] = summary.nbytes
         self._bytes += summary.nbytes
 
-    def cancel(self, summary: GroupSummary) -> None:
-        """The group that a place was kept for will not come."""
-        self._reserved -= 1
-        self._bytes -= summary.nbytes
+    def cancel(self, group_id: int) -> None:
+        """The one who was bringing the group did not. It is still expected."""
+        self._bytes -= self._reserved.pop(group_id)
 
     def put(self, payload: Payload, summary: GroupSummary) -> None:
         """Fill the place that was kept for this group."""
-        self._reserved -= 1
-        self._waiting.append(Entry(payload, summary))
+        del self._reserved[summary.group_id]
+        self._expected.pop(summary.group_id, None)
+        self._waiting[summary.group_id] = Entry(payload, summary)
 
-    def lease(self, count: int, version: WeightVersion) -> tuple[int, list[Entry[Payload]]] | None:
-        """The oldest `count` groups that are fresh enough, or None while there are too few."""
+    def lease(self, version: WeightVersion) -> tuple[int, list[Entry[Payload]]] | None:
+        """The next batch of groups that are fresh enough, or None while there are too few."""
         self._expire(version)
-        if len(self._waiting) < count:
+        ready = self._ready()
+        if len(ready) < self._batch:
             return None
         lease_id, self._next_lease = self._next_lease, self._next_lease + 1
-        self._leased[lease_id] = [self._waiting.popleft() for _ in range(count)]
+        self._leased[lease_id] = [self._waiting.pop(group_id) for group_id in ready[: self._batch]]
         return lease_id, self._leased[lease_id]
 
     def acknowledge(self, lease_id: int) -> None:
@@ -92,21 +149,31 @@ class TrajectoryBuffer(Generic[Payload]):
             self._bytes -= entry.summary.nbytes
 
     def release(self, lease_id: int) -> None:
-        """They were not trained on: back to the front."""
-        self._waiting.extendleft(reversed(self._leased.pop(lease_id)))
+        """They were not trained on: they go first the next time."""
+        back = {entry.summary.group_id: entry for entry in self._leased.pop(lease_id)}
+        self._waiting = back | self._waiting
 
-    def take_expired(self) -> list[int]:
-        """The ids of the groups that expired since the last call."""
-        expired, self._expired = self._expired, []
-        return expired
+    def forget_expired(self, group_ids: Iterable[int]) -> None:
+        """Their prompts are known to be drawn again."""
+        for group_id in group_ids:
+            self._expired.pop(group_id, None)
+
+    def _ready(self) -> list[int]:
+        """The waiting groups that may go, in the order in which they go."""
+        if self._window is None:
+            return list(self._waiting)
+        return sorted(group_id for group_id in self._waiting if self._may_go(group_id))
+
+    def _may_go(self, group_id: int) -> bool:
+        if self._window is None or not self._expected:
+            return True
+        oldest = next(iter(self._expected))
+        return group_id <= oldest or group_id < oldest + self._window
 
     def _expire(self, version: WeightVersion) -> None:
         oldest_allowed = version - self._max_staleness
-        fresh: deque[Entry[Payload]] = deque()
-        for entry in self._waiting:
+        for group_id, entry in list(self._waiting.items()):
             if entry.summary.oldest_version < oldest_allowed:
-                self._expired.append(entry.summary.group_id)
+                del self._waiting[group_id]
+                self._expired[group_id] = None
                 self._bytes -= entry.summary.nbytes
-            else:
-                fresh.append(entry)
-        self._waiting = fresh

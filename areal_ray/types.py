@@ -7,6 +7,7 @@ version of the weights that made it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -53,28 +54,53 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 class GenerationRequest(msgspec.Struct, frozen=True):
-    """`n` samples for one prompt: one remote call, its prefix computed once."""
+    """`n` samples for one prompt: one remote call, its prefix computed once.
+
+    `begun` is empty, or holds for each sample the tokens that another engine made of it before
+    it was lost: each sample goes on from there, within the same limit on its whole length.
+    """
 
     request_id: str
     prompt_ids: TokenIds
     n: int
     sampling: Sampling
+    begun: tuple[TokenIds, ...] = ()
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """One sample. `logprobs` and `versions` are as long as `token_ids`; a stop token is kept."""
+    """One sample. `logprobs` and `versions` are as long as `token_ids`; a stop token is kept.
+
+    `finish_reason` is None while more is to come: workflows never see such a one.
+    """
 
     token_ids: TokenIds
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
     text: str = ""
+
+    @classmethod
+    def joined(cls, parts: Sequence[Completion]) -> Completion:
+        """Parts that follow each other, as one. The last one tells how it ended."""
+        return cls(
+            token_ids=np.concatenate([part.token_ids for part in parts]),
+            logprobs=np.concatenate([part.logprobs for part in parts]),
+            versions=np.concatenate([part.versions for part in parts]),
+            finish_reason=parts[-1].finish_reason,
+        )
 
 
 class GenerationResult(msgspec.Struct, frozen=True):
+    """The tokens that one engine made: new ones only, without those a request had begun with.
+
+    `interrupted` tells why the engine could not go on, if so; some completions then have no
+    finish_reason, and go on at another engine.
+    """
+
     request_id: str
     engine: str
     completions: list[Completion]
+    interrupted: str = ""
 
 
 class Trajectory(msgspec.Struct, frozen=True):
@@ -149,3 +175,14 @@ class GroupSummary(msgspec.Struct, frozen=True):
     nbytes: int
     oldest_version: WeightVersion
     mean_reward: float
+
+
+class GroupOutcome(msgspec.Struct, frozen=True):
+    """How a group that did not fail ended: taken by a queue, filtered by the user's rule, or not
+    wanted, since the queue has it already."""
+
+    kind: Literal["taken", "filtered", "not wanted"]
+    summary: GroupSummary | None = None
+    """None if it is known from the queue alone, because its worker died."""
+    queue: str = ""
+    """The incarnation of the queue that took it."""

@@ -41,10 +41,15 @@ class PlacementPlan(msgspec.Struct, frozen=True):
 
 
 def plan(config: Config, *, device: Literal["cpu", "cuda"]) -> PlacementPlan:
+    trainer = Bundle(role="trainer", cpus=1, gpus=1 if device == "cuda" else 0)
+    engines = engine_plan(config, device=device).bundles * config.generation.engines
+    return PlacementPlan(bundles=(trainer, *engines))
+
+
+def engine_plan(config: Config, *, device: Literal["cpu", "cuda"]) -> PlacementPlan:
+    """One engine alone: what a pool needs to grow by one."""
     if device == "cuda":
-        trainer = Bundle(role="trainer", cpus=1, gpus=1)
         engine = Bundle(role="engine", cpus=1, gpus=config.generation.tensor_parallel)
     else:
-        trainer = Bundle(role="trainer", cpus=1)
         engine = Bundle(role="engine", cpus=0.5)
-    return PlacementPlan(bundles=(trainer, *[engine] * config.generation.engines))
+    return PlacementPlan(bundles=(engine,))

@@ -1,3 +1,3 @@
-from areal_ray.data.source import Draw, PromptSource, load_prompts
+from areal_ray.data.source import PromptSource, SourceState, load_prompts
 
-__all__ = ["Draw", "PromptSource", "load_prompts"]
+__all__ = ["PromptSource", "SourceState", "load_prompts"]

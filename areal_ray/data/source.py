@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -66,12 +65,14 @@ def _read_jsonl(path: Path) -> list[Prompt]:
     return as_prompts(prompts, where=str(path))
 
 
-@dataclass(frozen=True)
-class Draw:
-    """A prompt that was dealt out."""
+class SourceState(msgspec.Struct, frozen=True):
+    """Where a `PromptSource` stands: with it, another one goes on just there."""
 
-    index: int
-    prompt: Prompt
+    epoch: int
+    position: int
+    first: list[int]
+    last: list[int]
+    failures: dict[int, int]
 
 
 class PromptSource:
@@ -82,34 +83,68 @@ class PromptSource:
         self._seed = seed
         self._shuffle = shuffle
         self._epoch = 0
-        self._upcoming = deque(self._order_of(0))
+        self._position = 0
+        self._order = self._order_of(0)
+        self._first: deque[int] = deque()
+        self._last: deque[int] = deque()
         self._failures: Counter[int] = Counter()
 
-    def draw(self) -> Draw:
+    def __getitem__(self, index: int) -> Prompt:
+        return self._prompts[index]
+
+    @property
+    def state(self) -> SourceState:
+        return SourceState(
+            epoch=self._epoch,
+            position=self._position,
+            first=list(self._first),
+            last=list(self._last),
+            failures=dict(self._failures),
+        )
+
+    def restore(self, state: SourceState) -> None:
+        self._epoch = state.epoch
+        self._position = state.position
+        self._order = self._order_of(state.epoch)
+        self._first = deque(state.first)
+        self._last = deque(state.last)
+        self._failures = Counter(state.failures)
+
+    def draw(self) -> int:
+        """The index of the next prompt."""
         while True:
-            if not self._upcoming:
-                self._epoch += 1
-                self._upcoming.extend(self._order_of(self._epoch))
-            index = self._upcoming.popleft()
+            index = self._next_index()
             if self._failures[index] < MAX_FAILURES:
-                return Draw(index, self._prompts[index])
+                return index
 
-    def put_back(self, draw: Draw) -> None:
+    def put_back(self, index: int) -> None:
         """Draw it again first."""
-        self._upcoming.appendleft(draw.index)
+        self._first.appendleft(index)
 
-    def failed(self, draw: Draw) -> bool:
+    def failed(self, index: int) -> bool:
         """Try again at the end of the epoch; False if it has failed too often for that."""
-        self._failures[draw.index] += 1
-        if self._failures[draw.index] < MAX_FAILURES:
-            self._upcoming.append(draw.index)
+        self._failures[index] += 1
+        if self._failures[index] < MAX_FAILURES:
+            self._last.append(index)
             return True
         if all(self._failures[index] >= MAX_FAILURES for index in range(len(self._prompts))):
             # None is left: then it is not the prompts, and the error budget is to decide.
             self._failures.clear()
         return False
 
-    def _order_of(self, epoch: int) -> list[int]:
+    def _next_index(self) -> int:
+        if self._first:
+            return self._first.popleft()
+        if self._position == len(self._order):
+            if self._last:
+                return self._last.popleft()
+            self._epoch += 1
+            self._position = 0
+            self._order = self._order_of(self._epoch)
+        self._position += 1
+        return self._order[self._position - 1]
+
+    def _order_of(self, epoch: int) -> Sequence[int]:
         if not self._shuffle:
-            return list(range(len(self._prompts)))
+            return range(len(self._prompts))
         return np.random.default_rng([self._seed, epoch]).permutation(len(self._prompts)).tolist()

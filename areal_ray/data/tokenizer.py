@@ -63,8 +63,11 @@ class PromptTokenizer:
             )
         return np.asarray(ids, dtype=np.int32)
 
-    def decode(self, token_ids: TokenIds) -> str:
-        return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+    def decode(self, sequences: Sequence[TokenIds]) -> list[str]:
+        """All in one call."""
+        return self._tokenizer.batch_decode(
+            [token_ids.tolist() for token_ids in sequences], skip_special_tokens=True
+        )
 
     def save(self, directory: Path) -> None:
         self._tokenizer.save_pretrained(directory)

@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from areal_ray.types import GenerationRequest, GenerationResult, WeightVersion
+from areal_ray.types import Completion, GenerationRequest, GenerationResult, WeightVersion
 
 
 class EngineSpec(msgspec.Struct, frozen=True):
@@ -39,10 +39,16 @@ class Engine(Protocol):
     async def start(self) -> None: ...
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """All samples of one prompt. A cancelled call is aborted in the engine too."""
+        """All samples of one prompt. A cancelled call is aborted in the engine too. When the
+        engine is lost meanwhile, what it had made is the result, marked as interrupted."""
+
+    def progress(self, known: dict[str, list[int]]) -> dict[str, list[Completion]]:
+        """What running requests have made beyond the `known` number of tokens of each sample, by
+        request id. A request that is not running is left out."""
 
     async def probe(self) -> None:
-        """Prove that the engine generates: a health flag stays green on a wedged one."""
+        """Prove that the engine generates, by any token that it makes from now on: a health flag
+        stays green on a wedged one."""
 
     async def stage_weights(self, encoded_update: bytes) -> None:
         """Begin to receive new weights beside the ones that serve; returns at once."""

@@ -2,7 +2,9 @@
 
 It is started and used on one event loop. Token ids go in and come out; the logprobs are those
 of the distribution that was sampled from (after the temperature); the versions are vLLM's own
-spans, exact because weights change only under a pause.
+spans, exact because weights change only under a pause. vLLM tells them with the last token: of
+an engine that is lost before, a token carries the version that served when the piece before it
+came, which is never younger than the truth.
 """
 
 from __future__ import annotations
@@ -10,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from areal_ray.errors import EngineError, described
+from areal_ray.changes import Changes
+from areal_ray.errors import EngineError, EngineNotServing, described
 from areal_ray.generation.engine import CommitReport, EngineSpec
+from areal_ray.generation.streaming import StreamedSample
 from areal_ray.lifeline import claim_ownership
 from areal_ray.types import (
     Completion,
@@ -29,11 +32,13 @@ from areal_ray.types import (
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from vllm import SamplingParams
-    from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
 GIB = 2**30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+PIECE_TOKENS = 32
+"""How often vLLM tells of a sample's tokens: so many may be lost with the engine."""
 
 
 class VllmEngine:
@@ -42,6 +47,10 @@ class VllmEngine:
         self._spec = spec
         self._address = address
         self._llm: AsyncLLM | None = None
+        self._version: WeightVersion = 0
+        self._running: dict[str, list[StreamedSample]] = {}
+        self._pieces = 0
+        self._piece_came = Changes()
         self._probes = 0
 
     async def start(self) -> None:
@@ -53,30 +62,83 @@ class VllmEngine:
         await self.probe()
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        final = None
-        async for output in self._engine.generate(
-            {"prompt_token_ids": request.prompt_ids.tolist()},
-            _sampling_params(request.sampling, n=request.n),
-            request.request_id,
-        ):
-            final = output
-        if final is None or len(final.outputs) != request.n:
-            raise EngineError(f"{self._spec.name} ended {request.request_id} without an answer")
-        completions = [_completion(output) for output in final.outputs]
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        samples = self._running[request.request_id] = [StreamedSample() for _ in range(request.n)]
+        interrupted = ""
+        try:
+            await self._stream(request, samples)
+        except* EngineDeadError as dead:
+            interrupted = f"{self._spec.name} died: {described(dead)}"
+        finally:
+            del self._running[request.request_id]
         return GenerationResult(
-            request_id=request.request_id, engine=self._spec.name, completions=completions
+            request_id=request.request_id,
+            engine=self._spec.name,
+            completions=[sample.completion() for sample in samples],
+            interrupted=interrupted,
         )
 
+    def progress(self, known: dict[str, list[int]]) -> dict[str, list[Completion]]:
+        return {
+            request_id: [
+                sample.completion(since=count)
+                for sample, count in zip(self._running[request_id], counts, strict=True)
+            ]
+            for request_id, counts in known.items()
+            if request_id in self._running
+        }
+
     async def probe(self) -> None:
+        before = self._pieces
         self._probes += 1
-        await self.generate(
-            GenerationRequest(
-                request_id=f"probe-{self._probes}",
-                prompt_ids=np.zeros(1, dtype=np.int32),
-                n=1,
-                sampling=Sampling(max_new_tokens=1, temperature=0.0),
-            )
+        asked = GenerationRequest(
+            request_id=f"probe-{self._probes}",
+            prompt_ids=np.zeros(1, dtype=np.int32),
+            n=1,
+            sampling=Sampling(max_new_tokens=1, temperature=0.0),
         )
+        # Behind a long queue the one token may take its time: any other proves as much.
+        answer = asyncio.ensure_future(self._stream(asked, [StreamedSample()]))
+        other = asyncio.ensure_future(self._piece_came.until(lambda: self._pieces > before))
+        try:
+            await asyncio.wait({answer, other}, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                answer.result()
+        finally:
+            answer.cancel()
+            other.cancel()
+            await asyncio.gather(answer, other, return_exceptions=True)
+
+    async def _stream(self, request: GenerationRequest, samples: list[StreamedSample]) -> None:
+        """All samples together, or, where tokens exist already, each from its own."""
+        prompt, limit = request.prompt_ids.tolist(), request.sampling.max_new_tokens
+        temperature = request.sampling.temperature
+        if not request.begun:
+            params = _sampling_params(temperature, n=request.n, max_tokens=limit)
+            await self._take_pieces(request.request_id, prompt, params, samples)
+            return
+        async with asyncio.TaskGroup() as tasks:
+            for number, (begun, sample) in enumerate(zip(request.begun, samples, strict=True)):
+                params = _sampling_params(temperature, n=1, max_tokens=limit - len(begun))
+                one_id = f"{request.request_id}-sample-{number}"
+                longer = prompt + begun.tolist()
+                tasks.create_task(self._take_pieces(one_id, longer, params, [sample]))
+
+    async def _take_pieces(
+        self,
+        request_id: str,
+        prompt: list[int],
+        params: SamplingParams,
+        samples: list[StreamedSample],
+    ) -> None:
+        for sample in samples:
+            sample.version = self._version
+        async for output in self._engine.generate({"prompt_token_ids": prompt}, params, request_id):
+            for piece in output.outputs:
+                samples[piece.index].add(piece, served_now=self._version)
+            self._pieces += 1
+            self._piece_came.notify()
 
     async def stage_weights(self, encoded_update: bytes) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -104,6 +166,7 @@ class VllmEngine:
                 f"{self._spec.name} may hold torn weights after a failed swap to version "
                 f"{version}, and stays paused: {described(error)}"
             ) from error
+        self._version = version
         await self._engine.resume_generation()
         paused_s = time.perf_counter() - began
         return CommitReport(engine=self._spec.name, version=version, paused_s=paused_s)
@@ -125,7 +188,7 @@ class VllmEngine:
     @property
     def _engine(self) -> AsyncLLM:
         if self._llm is None:
-            raise EngineError(f"{self._spec.name} is not started")
+            raise EngineNotServing(f"{self._spec.name} is not started")
         return self._llm
 
 
@@ -215,47 +278,17 @@ def _kv_cache_bytes(spec: EngineSpec, model: PretrainedConfig, max_model_len: in
     return min(max(token_bytes * max_model_len * spec.max_samples, GIB // 16), GIB)
 
 
-def _sampling_params(sampling: Sampling, *, n: int) -> SamplingParams:
+def _sampling_params(temperature: float, *, n: int, max_tokens: int) -> SamplingParams:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
         n=n,
-        temperature=sampling.temperature,
-        max_tokens=sampling.max_new_tokens,
+        temperature=temperature,
+        max_tokens=max_tokens,
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.DELTA,
+        stream_interval=PIECE_TOKENS,
     )
-
-
-def _completion(output: CompletionOutput) -> Completion:
-    token_ids = np.asarray(output.token_ids, dtype=np.int32)
-    return Completion(
-        token_ids=token_ids,
-        logprobs=_sampled_logprobs(output, token_ids),
-        versions=_versions(output),
-        finish_reason="length" if output.finish_reason == "length" else "stop",
-    )
-
-
-def _sampled_logprobs(output: CompletionOutput, token_ids: np.ndarray) -> np.ndarray:
-    """The sampled token comes first at each position."""
-    flat = output.logprobs
-    firsts = np.asarray(flat.start_indices, dtype=np.int64)
-    if not np.array_equal(np.asarray(flat.token_ids)[firsts], token_ids):
-        raise EngineError("vLLM's logprobs do not belong to its tokens")
-    return np.asarray(flat.logprobs, dtype=np.float32)[firsts]
-
-
-def _versions(output: CompletionOutput) -> np.ndarray:
-    versions = np.empty(len(output.token_ids), dtype=np.int32)
-    spans: Sequence = output.weight_versions or ()
-    covered = 0
-    for span in spans:
-        versions[span.start : span.end] = int(span.version)
-        covered += span.end - span.start
-    if covered != len(versions):
-        raise EngineError("vLLM did not stamp every token with a weight version")
-    return versions

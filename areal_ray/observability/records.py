@@ -23,6 +23,12 @@ class StepRecord(msgspec.Struct, frozen=True, tag="step", tag_field="kind"):
     queue_groups: int
     groups_failed: int
     groups_expired: int
+    groups_filtered: int
+    engines: int
+    """How many serve."""
+    controller_lag_p99_ms: float
+    """How late the controller's event loop runs, over the last ten minutes."""
+    queue_lag_p99_ms: float
     waited_s: float
     train_s: float
     staged_s: float

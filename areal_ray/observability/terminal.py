@@ -120,7 +120,9 @@ class LiveView:
         rows.add_row("reward", Text.assemble((f"{record.reward:.3f}  ", "bold"), (spark, "green")))
         if self._evaluations:
             rows.add_row("held-out", _evaluations(self._evaluations))
-        rows.add_row("generation", f"{record.tokens_per_s:,.0f} tokens/s")
+        rows.add_row(
+            "generation", f"{record.tokens_per_s:,.0f} tokens/s by {record.engines} engines"
+        )
         rows.add_row(
             "staleness",
             f"{record.staleness_mean:.1f} versions on average, {record.staleness_max} at most",
@@ -133,9 +135,11 @@ class LiveView:
             f"version {record.version}: staged in {record.staged_s * 1000:.0f} ms, "
             f"pause {record.pause_s * 1000:.0f} ms",
         )
-        if record.groups_failed or record.groups_expired:
+        if record.groups_failed or record.groups_expired or record.groups_filtered:
             rows.add_row(
-                "groups", f"{record.groups_failed} failed, {record.groups_expired} expired"
+                "groups",
+                f"{record.groups_failed} failed, {record.groups_expired} expired, "
+                f"{record.groups_filtered} filtered",
             )
         return Group(rows)
 

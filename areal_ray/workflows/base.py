@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -18,14 +17,20 @@ from areal_ray.rewards import RewardPool
 from areal_ray.types import (
     Completion,
     GenerationRequest,
-    GenerationResult,
     Prompt,
     Sampling,
     TokenIds,
     Trajectory,
 )
 
-Generate = Callable[[GenerationRequest], Awaitable[GenerationResult]]
+Generate = Callable[[GenerationRequest], Awaitable[list[Completion]]]
+T = TypeVar("T")
+
+
+class OffLoop(Protocol):
+    """Runs a function in a thread, beside the event loop."""
+
+    async def __call__(self, work: Callable[[], T]) -> T: ...
 
 
 class Workflow(Protocol):
@@ -43,6 +48,7 @@ class RolloutContext:
         sampling: Sampling,
         generate: Generate,
         tokenizer: PromptTokenizer,
+        off_loop: OffLoop,
         rewards: RewardPool,
     ) -> None:
         self.samples = samples
@@ -50,11 +56,12 @@ class RolloutContext:
         self._group_id = group_id
         self._generate = generate
         self._tokenizer = tokenizer
+        self._off_loop = off_loop
         self._rewards = rewards
         self._turns = 0
 
     async def encode(self, prompt: Prompt) -> TokenIds:
-        return await asyncio.to_thread(self._tokenizer.encode, prompt)
+        return await self._off_loop(lambda: self._tokenizer.encode(prompt))
 
     async def generate(self, prompt_ids: TokenIds, *, n: int) -> list[Completion]:
         """`n` samples that continue `prompt_ids`, with their text: one call to the engine."""
@@ -63,16 +70,17 @@ class RolloutContext:
         request = GenerationRequest(
             request_id=request_id, prompt_ids=prompt_ids, n=n, sampling=self.sampling
         )
-        result = await self._generate(request)
-        return await asyncio.to_thread(self._with_text, result.completions)
+        completions = await self._generate(request)
+        return await self._off_loop(lambda: self._with_text(completions))
 
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
         return await self._rewards.score(prompt, completions)
 
     def _with_text(self, completions: list[Completion]) -> list[Completion]:
+        texts = self._tokenizer.decode([completion.token_ids for completion in completions])
         return [
-            msgspec.structs.replace(c, text=self._tokenizer.decode(c.token_ids))
-            for c in completions
+            msgspec.structs.replace(completion, text=text)
+            for completion, text in zip(completions, texts, strict=True)
         ]
 
 
@@ -92,6 +100,8 @@ def _problem_with(trajectory: Trajectory) -> str:
     per_token = (trajectory.response_mask, trajectory.logprobs, trajectory.versions)
     if {len(array) for array in per_token} != {len(trajectory.response_ids)}:
         return "response_mask, logprobs and versions must be as long as response_ids"
+    if trajectory.finish_reason not in ("stop", "length"):
+        return f"it is not finished (finish_reason {trajectory.finish_reason})"
     if not trajectory.response_mask.any():
         return "it holds no token that the policy made"
     if not len(trajectory.prompt_ids):

@@ -1,0 +1,55 @@
+"""The rollout book together with its journal: what happens in the one is written to the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from areal_ray.data import PromptSource
+from areal_ray.journal import Journal
+from areal_ray.rollout_book import RolloutBook
+from areal_ray.types import Prompt
+
+A = TypeVar("A")
+T = TypeVar("T")
+
+
+class Bookkeeper:
+    def __init__(self, path: Path, *, batch: int, max_staleness: int, max_concurrent: int) -> None:
+        self._journal = Journal(path)
+        self._limits = {
+            "batch": batch,
+            "max_staleness": max_staleness,
+            "max_concurrent": max_concurrent,
+        }
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self._turn = asyncio.Lock()
+
+    async def open(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> RolloutBook:
+        """The book as the journal has it, or an empty one if there is no journal yet."""
+        source = PromptSource(prompts, seed=seed, shuffle=shuffle)
+        self.book = await self._off_loop(self._read, source)
+        return self.book
+
+    async def write(self) -> None:
+        """Returns when all that has happened so far is written."""
+        async with self._turn:
+            if self._journal.wants_snapshot:
+                self.book.take_events()
+                await self._off_loop(self._journal.begin, self.book.state)
+            elif events := self.book.take_events():
+                await self._off_loop(self._journal.append, events)
+
+    def _read(self, source: PromptSource) -> RolloutBook:
+        state, events = self._journal.read() or (None, [])
+        book = RolloutBook(source, state=state, **self._limits)
+        book.replay(events)
+        self._journal.begin(book.state)
+        return book
+
+    async def _off_loop(self, work: Callable[[A], T], argument: A) -> T:
+        """In one thread, so that writes keep their order."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, argument)

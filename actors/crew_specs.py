@@ -1,0 +1,138 @@
+"""From the configuration to what each actor of a run is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_ray.actors.pool import Care
+from areal_ray.actors.rollout_controller import ControllerSpec
+from areal_ray.actors.rollout_worker import WorkerSpec
+from areal_ray.algorithms import ADVANTAGES, POLICY_LOSSES
+from areal_ray.config import Config, RolloutConfig
+from areal_ray.generation.engine import EngineSpec
+from areal_ray.plugins import pack
+from areal_ray.training import TrainerSpec
+from areal_ray.types import Prompt
+
+MAX_FAILED_STARTS = 3
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the user brings: prompts, how an episode goes, how it is scored, what is kept."""
+
+    prompts: Sequence[Prompt]
+    demonstrations: Sequence[Prompt]
+    """For the supervised phase, if there is one."""
+    packed_workflow: bytes
+    packed_reward: bytes
+    packed_filter: bytes
+
+
+def engine_name(index: int) -> str:
+    return f"engine-{index}"
+
+
+def engine_spec(config: Config, index: int, model_path: str) -> EngineSpec:
+    generation = config.generation
+    samples_in_flight = config.rollout.max_concurrent_groups * config.rollout.samples
+    return EngineSpec(
+        name=engine_name(index),
+        model_path=model_path,
+        dtype=config.model.dtype,
+        device=config.device,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_new_tokens=generation.max_new_tokens,
+        max_samples=min(1024, -(-samples_in_flight // generation.engines)),
+        tensor_parallel=generation.tensor_parallel,
+        kv_cache_gib=generation.kv_cache_gib,
+        gpu_memory=generation.gpu_memory,
+        trust_remote_code=config.model.trust_remote_code,
+        seed=config.seed + index,
+    )
+
+
+def _engine_care(config: Config) -> Care:
+    generation = config.generation
+    return Care(
+        prove_every_s=generation.probe_every_s,
+        suspect_after_s=generation.suspect_after_s,
+        dead_after_s=generation.dead_after_s,
+        may_restart=generation.restart_engines,
+        max_failed_starts=MAX_FAILED_STARTS,
+        min_members=generation.min_engines,
+    )
+
+
+def _worker_care(config: Config) -> Care:
+    generation = config.generation
+    return Care(
+        prove_every_s=generation.probe_every_s,
+        suspect_after_s=generation.suspect_after_s,
+        dead_after_s=generation.dead_after_s,
+        may_restart=True,
+        max_failed_starts=MAX_FAILED_STARTS,
+        min_members=1,
+    )
+
+
+def window_of(rollout: RolloutConfig) -> int | None:
+    """As the trajectory buffer counts it."""
+    return {"completion": None, "strict": 0, "window": rollout.window}[rollout.order]
+
+
+def trainer_spec(config: Config, model_path: str) -> TrainerSpec:
+    return TrainerSpec(
+        model_path=model_path,
+        trust_remote_code=config.model.trust_remote_code,
+        device=config.device,
+        dtype=config.model.dtype,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        temperature=config.generation.temperature,
+        seed=config.seed,
+        trainer=config.trainer,
+        algorithm=config.algorithm,
+        packed_advantage=pack(ADVANTAGES[config.algorithm.advantage]),
+        packed_loss=pack(POLICY_LOSSES[config.algorithm.loss]),
+    )
+
+
+def worker_spec(config: Config, task: Task, model_path: str) -> WorkerSpec:
+    return WorkerSpec(
+        model_path=model_path,
+        trust_remote_code=config.model.trust_remote_code,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        packed_workflow=task.packed_workflow,
+        packed_reward=task.packed_reward,
+        packed_filter=task.packed_filter,
+        reward_processes=config.reward.processes,
+        reward_timeout_s=config.reward.timeout_s,
+        request_timeout_s=config.generation.request_timeout_s,
+        progress_every_s=config.generation.progress_every_s,
+        relocate_timeout_s=config.generation.startup_timeout_s,
+    )
+
+
+def controller_spec(config: Config, run_dir: Path) -> ControllerSpec:
+    rollout = config.rollout
+    return ControllerSpec(
+        samples=rollout.samples,
+        sampling=config.sampling,
+        group_timeout_s=rollout.group_timeout_s,
+        groups_per_step=config.trainer.groups_per_step,
+        max_staleness=rollout.max_staleness,
+        max_concurrent_groups=rollout.max_concurrent_groups,
+        max_failed_groups=rollout.max_failed_groups,
+        max_failure_rate=rollout.max_failure_rate,
+        max_filtered_in_a_row=rollout.max_filtered_in_a_row,
+        shuffle=config.data.shuffle,
+        seed=config.seed,
+        journal=str(run_dir / "rollout.journal"),
+        tensor_parallel=config.generation.tensor_parallel,
+        startup_timeout_s=config.generation.startup_timeout_s,
+        sync_timeout_s=3 * config.weights.timeout_s + config.trainer.step_timeout_s,
+        engine_care=_engine_care(config),
+        worker_care=_worker_care(config),
+    )

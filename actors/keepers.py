@@ -1,0 +1,96 @@
+"""What it takes to keep engines and workers going: the two kinds of members that pools have."""
+
+from __future__ import annotations
+
+import asyncio
+
+from ray.actor import ActorHandle
+
+from areal_ray.actors.calls import until_back
+from areal_ray.actors.checkpoint_engine import EngineMember
+from areal_ray.actors.generation import Started
+from areal_ray.actors.rollout_worker import WorkerSpec
+from areal_ray.deadlines import within
+
+WORKER_START_TIMEOUT_S = 300.0
+
+
+class EngineKeeper:
+    """An engine is brought up, gets the trainer's weights, and proves itself by a token."""
+
+    what = "engine"
+
+    manager: ActorHandle
+    """Who gives an engine its weights."""
+
+    def __init__(
+        self, *, tensor_parallel: int, startup_timeout_s: float, sync_timeout_s: float
+    ) -> None:
+        self._tensor_parallel = tensor_parallel
+        self._startup_timeout_s = startup_timeout_s
+        self._sync_timeout_s = sync_timeout_s
+        self._started: dict[str, Started] = {}
+        self.weights_are_there = asyncio.Event()
+        """The trainer has weights to give. Until then engines wait before they are synced."""
+
+    async def bring_up(self, name: str, handle: ActorHandle) -> None:
+        self._started[name] = await until_back(
+            self._startup_timeout_s,
+            lambda: handle.start.remote(),
+            who=name,
+            doing="its start (generation.startup_timeout_s)",
+        )
+
+    async def sync(self, name: str, handle: ActorHandle) -> None:
+        await self.weights_are_there.wait()
+        started = self._started[name]
+        member = EngineMember(
+            name=name,
+            handle=handle,
+            address=started.address,
+            process=started.process,
+            workers=self._tensor_parallel,
+        )
+        await within(
+            self._sync_timeout_s,
+            self.manager.sync.remote(member),
+            who=name,
+            doing="getting the current weights (weights.timeout_s)",
+        )
+
+    async def prove(self, name: str, handle: ActorHandle) -> None:
+        await handle.probe.remote()
+
+    async def lost(self, name: str) -> None:
+        await self.manager.forget.remote(name)
+
+
+class WorkerKeeper:
+    """A worker has nothing to catch up with: it is told who gives the work."""
+
+    what = "rollout worker"
+
+    spec: WorkerSpec
+    queue: ActorHandle
+    """What a worker is told. Not arguments of its constructor: those may be gone by the time Ray
+    restarts it, and an error in a constructor takes the actor down for good."""
+
+    def __init__(self, controller: ActorHandle) -> None:
+        self._controller = controller
+
+    async def bring_up(self, name: str, handle: ActorHandle) -> None:
+        await until_back(
+            WORKER_START_TIMEOUT_S,
+            lambda: handle.start.remote(self.spec, self.queue, self._controller),
+            who=name,
+            doing="its start",
+        )
+
+    async def sync(self, name: str, handle: ActorHandle) -> None:
+        pass
+
+    async def prove(self, name: str, handle: ActorHandle) -> None:
+        await handle.prove.remote()
+
+    async def lost(self, name: str) -> None:
+        pass

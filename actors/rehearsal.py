@@ -1,0 +1,68 @@
+"""A rehearsal: the whole control plane with engines that are simulated and a trainer that is paced.
+
+Controller, workers, queue, weight updates and every process are the real ones; only what would
+take a GPU is played. So the control plane can be tested and measured at the scale of a cluster,
+and through faults that a real engine can't be asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import ray
+from ray.actor import ActorHandle
+
+from areal_ray.actors.batches import Batches
+from areal_ray.actors.trainer import SendingPlan
+from areal_ray.generation.simulated import SimulatedSpec
+from areal_ray.types import WeightVersion
+from areal_ray.weights.layout import WeightManifest
+from areal_ray.weights.transport import GroupMember
+
+
+class Rehearsal(msgspec.Struct, frozen=True):
+    engine: SimulatedSpec
+    """What each engine is like; its name is replaced."""
+    step_s: float
+    """How long a training step takes."""
+
+
+class PacedReport(msgspec.Struct, frozen=True):
+    step: int
+    group_ids: list[int]
+    oldest_version: WeightVersion
+
+
+@ray.remote(max_concurrency=64)
+class PacedTrainer:
+    """Takes batches at a steady pace and learns nothing from them."""
+
+    def __init__(self, step_s: float, queue: ActorHandle) -> None:
+        self._step_s = step_s
+        self._batches = Batches(queue)
+        self._version: WeightVersion = 0
+
+    async def start(self) -> None:
+        pass
+
+    async def train_step(self, step: int, version: WeightVersion) -> PacedReport:
+        batch = await self._batches.next(version)
+        await asyncio.sleep(self._step_s)
+        self._version = step
+        await self._batches.done(batch)
+        oldest = min(group.summary().oldest_version for group in batch.groups)
+        return PacedReport(step=step, group_ids=batch.group_ids, oldest_version=oldest)
+
+    async def queue_restarted(self, incarnation: str) -> list[int]:
+        return self._batches.queue_restarted(incarnation)
+
+    async def sending_plan(self, bucket_bytes: int, timeout_s: float) -> SendingPlan:
+        nothing = WeightManifest(tensors=(), bucket_bytes=bucket_bytes)
+        return SendingPlan(host="", port=0, manifest=nothing)
+
+    async def send_weights(self, member: GroupMember) -> WeightVersion:
+        return self._version
+
+    async def close(self) -> None:
+        pass

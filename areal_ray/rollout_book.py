@@ -1,0 +1,195 @@
+"""The book of all rollout groups: which prompt each one is of, and where in its life it is.
+
+    drawn -> running -> accepted -> trained
+                   |          `--> expired     too old, or lost with the queue: drawn again first
+                   |-> filtered                by the user's rule: done with
+                   `-> failed, timed out       drawn again at the end of the epoch
+
+A pure state machine over the prompt source and the ledger. Whatever happens in it is an event;
+`take_events` gives what has happened since the last call, for the journal, and a book that
+applies the same events from the same beginning is the same book. So a controller that was killed
+goes on where it stood: no prompt lost, no slot leaked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import msgspec
+
+from areal_ray.data import PromptSource, SourceState
+from areal_ray.errors import JournalError
+from areal_ray.staleness import LedgerCounts, StalenessLedger
+from areal_ray.types import Prompt, WeightVersion
+
+Ending = Literal["accepted", "filtered", "failed", "timed out"]
+
+
+class _Event(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Something that happened to the book. Small: there is one for each turn of a group's life."""
+
+
+class Drawn(_Event, tag="drawn"):
+    group_id: int
+    prompt: int
+
+
+class Ended(_Event, tag="ended"):
+    group_id: int
+    how: Ending
+
+
+class Expired(_Event, tag="expired"):
+    group_id: int
+
+
+class Trained(_Event, tag="trained"):
+    group_ids: tuple[int, ...]
+
+
+class Committed(_Event, tag="committed"):
+    version: WeightVersion
+
+
+Event = Drawn | Ended | Expired | Trained | Committed
+
+
+class BookState(msgspec.Struct, frozen=True):
+    """All of a book at one moment. Groups map to the index of their prompt."""
+
+    next_group: int
+    counts: LedgerCounts
+    running: dict[int, int]
+    accepted: dict[int, int]
+    source: SourceState
+
+
+class Ticket(msgspec.Struct, frozen=True):
+    """A group to roll out."""
+
+    group_id: int
+    prompt: Prompt
+
+
+class RolloutBook:
+    def __init__(
+        self,
+        source: PromptSource,
+        *,
+        batch: int,
+        max_staleness: int,
+        max_concurrent: int,
+        state: BookState | None = None,
+    ) -> None:
+        self._source = source
+        self._events: list[Event] = []
+        self._next_group = 0
+        self._running: dict[int, int] = {}
+        self._accepted: dict[int, int] = {}
+        counts = None
+        if state is not None:
+            source.restore(state.source)
+            self._next_group = state.next_group
+            self._running = dict(state.running)
+            self._accepted = dict(state.accepted)
+            counts = state.counts
+        self._ledger = StalenessLedger(
+            batch=batch, max_staleness=max_staleness, max_concurrent=max_concurrent, counts=counts
+        )
+
+    @property
+    def capacity(self) -> int:
+        return self._ledger.capacity
+
+    @property
+    def counts(self) -> LedgerCounts:
+        return self._ledger.counts
+
+    @property
+    def running(self) -> list[Ticket]:
+        return [Ticket(group_id, self._source[p]) for group_id, p in self._running.items()]
+
+    @property
+    def accepted(self) -> Sequence[int]:
+        """The groups that wait to be trained on, or are being trained on."""
+        return list(self._accepted)
+
+    @property
+    def state(self) -> BookState:
+        return BookState(
+            next_group=self._next_group,
+            counts=self._ledger.counts,
+            running=dict(self._running),
+            accepted=dict(self._accepted),
+            source=self._source.state,
+        )
+
+    @property
+    def has_events(self) -> bool:
+        return bool(self._events)
+
+    def is_running(self, group_id: int) -> bool:
+        return group_id in self._running
+
+    def draw(self) -> Ticket:
+        self._ledger.submit()
+        group_id, self._next_group = self._next_group, self._next_group + 1
+        index = self._running[group_id] = self._source.draw()
+        self._events.append(Drawn(group_id, index))
+        return Ticket(group_id, self._source[index])
+
+    def end(self, group_id: int, how: Ending) -> bool:
+        """False if it failed, and its prompt too often to be tried again."""
+        index = self._running.pop(group_id)
+        self._events.append(Ended(group_id, how))
+        if how == "accepted":
+            self._ledger.accept()
+            self._accepted[group_id] = index
+        elif how == "filtered":
+            self._ledger.filter()
+        else:
+            self._ledger.fail()
+            return self._source.failed(index)
+        return True
+
+    def expire(self, group_id: int) -> None:
+        """It can't be trained on any more: its prompt is drawn again, first. A group that is not
+        waiting to be trained on is left alone: such news may come twice."""
+        if group_id in self._accepted:
+            self._ledger.expire()
+            self._source.put_back(self._accepted.pop(group_id))
+            self._events.append(Expired(group_id))
+
+    def trained(self, group_ids: Iterable[int]) -> None:
+        """They are done with. Telling it twice does no harm."""
+        known = tuple(group_id for group_id in group_ids if group_id in self._accepted)
+        for group_id in known:
+            del self._accepted[group_id]
+        self._events.append(Trained(known))
+
+    def commit(self, version: WeightVersion) -> None:
+        self._ledger.commit(version)
+        self._events.append(Committed(version))
+
+    def take_events(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def replay(self, events: Iterable[Event]) -> None:
+        """Go through what a book before this one went through."""
+        for event in events:
+            match event:
+                case Drawn(group_id, prompt):
+                    ticket = self.draw()
+                    if (ticket.group_id, self._running[ticket.group_id]) != (group_id, prompt):
+                        raise JournalError(f"it is of other prompts or another seed: {event}")
+                case Ended(group_id, how):
+                    self.end(group_id, how)
+                case Expired(group_id):
+                    self.expire(group_id)
+                case Trained(group_ids):
+                    self.trained(group_ids)
+                case Committed(version):
+                    self.commit(version)
+        self._events.clear()

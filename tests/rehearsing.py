@@ -1,0 +1,146 @@
+"""A crew in rehearsal: every actor real but the engines, which are simulated, and the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+
+import cloudpickle
+
+from areal_ray.actors.crew import Crew
+from areal_ray.actors.crew_specs import Task
+from areal_ray.actors.rehearsal import PacedReport, Rehearsal
+from areal_ray.config import resolve
+from areal_ray.config_file import from_mapping
+from areal_ray.deadlines import within
+from areal_ray.generation.simulated import SimulatedSpec
+from areal_ray.placement import plan, reserve
+from areal_ray.plugins import pack
+from areal_ray.staleness import LedgerCounts
+from areal_ray.tasks import guarded
+from areal_ray.types import Completion, Prompt
+from areal_ray.workflows import load_filter, load_workflow
+
+# Other processes can't import it.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+PROMPTS = [Prompt(text=f"{a}+{a}=", answer=str(2 * a)) for a in range(10, 50)]
+
+
+def zero(prompt: Prompt, completion: Completion) -> float:
+    return 0.0
+
+
+def merged(base: dict, changes: dict) -> dict:
+    return {
+        key: merged(base[key], changes[key])
+        if isinstance(base.get(key), dict) and key in changes
+        else changes.get(key, base.get(key))
+        for key in base | changes
+    }
+
+
+class RehearsedCrew:
+    def __init__(
+        self,
+        model: Path,
+        run_dir: Path,
+        *,
+        reward: Callable = zero,
+        engine: SimulatedSpec | None = None,
+        step_s: float = 0.0,
+        prompts: list[Prompt] = PROMPTS,
+        **changes: object,
+    ) -> None:
+        base = {
+            "name": "rehearsal",
+            "model": {"path": str(model)},
+            "data": {"max_prompt_tokens": 8, "shuffle": False},
+            "generation": {
+                "engines": 1,
+                "max_new_tokens": 4,
+                "probe_every_s": 0.1,
+                "suspect_after_s": 5,
+                "dead_after_s": 20,
+                "progress_every_s": 0.05,
+            },
+            "rollout": {"samples": 2, "max_staleness": 1, "group_timeout_s": 60},
+            "trainer": {"groups_per_step": 4},
+            "weights": {"timeout_s": 20},
+        }
+        self.config = resolve(from_mapping(merged(base, changes)), device="cpu")
+        self._engine = engine or simulated()
+        self._model = model
+        self._run_dir = run_dir
+        self._step_s = step_s
+        self._task = Task(
+            prompts=prompts,
+            demonstrations=(),
+            packed_workflow=pack(load_workflow(self.config.rollout.workflow)),
+            packed_reward=pack(reward),
+            packed_filter=pack(load_filter(self.config.rollout.filter)),
+        )
+        self.version = 0
+        self.trained: list[int] = []
+
+    async def __aenter__(self) -> RehearsedCrew:
+        self._seats = await reserve(plan(self.config, device="cpu"))
+        self.crew = Crew(
+            self.config,
+            self._task,
+            model_path=str(self._model),
+            run_dir=self._run_dir,
+            seats=self._seats,
+            rehearsal=Rehearsal(engine=self._engine, step_s=self._step_s),
+        )
+        await self.crew.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.crew.close()
+        await asyncio.to_thread(self._seats.release)
+
+    async def step(self) -> PacedReport:
+        """Train on a batch, and let the engines serve the next version."""
+        return await guarded(self._step(), self.crew.watch())
+
+    async def _step(self) -> PacedReport:
+        report = await self.crew.trainer.train_step.remote(self.version + 1, self.version)
+        self.version += 1
+        self.trained += report.group_ids
+        await self.crew.update_weights(self.version)
+        await self.crew.trained(report.group_ids)
+        return report
+
+    async def counts(self) -> LedgerCounts:
+        rollout, _ = await self.crew.status()
+        return rollout.ledger
+
+    async def until(self, condition: Callable[[LedgerCounts], bool], what: str) -> None:
+        """Until the ledger's counts fulfil `condition`, and then still do a moment later."""
+
+        async def poll() -> None:
+            while not condition(await self.counts()):
+                await asyncio.sleep(0.01)
+
+        await within(60, poll(), who="the ledger", doing=what)
+        await asyncio.sleep(0.1)
+        assert condition(await self.counts()), await self.counts()
+
+
+def simulated(**changes: object) -> SimulatedSpec:
+    """An engine that answers at once, with a few tokens of the demo's vocabulary."""
+    defaults = {
+        "name": "",
+        "tokens_per_s": 10_000.0,
+        "first_token_s": 0.001,
+        "mean_tokens": 3.0,
+        "vocabulary": 12,
+    }
+    return SimulatedSpec(**(defaults | changes))
+
+
+def run(work: Coroutine[object, object, object], timeout_s: float = 120) -> object:
+    return asyncio.run(within(timeout_s, work, who="the test", doing="its work"))
