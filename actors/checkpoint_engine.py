@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,10 +22,9 @@ from areal_ray.deadlines import within
 from areal_ray.errors import WeightUpdateError, described
 from areal_ray.generation.engine import CommitReport
 from areal_ray.types import WeightVersion
-from areal_ray.weights.transport import GroupMember
-from areal_ray.weights.update import WeightUpdate
+from areal_ray.weights.update import GroupMember, WeightUpdate
 
-DISCARD_TIMEOUT_S = 30.0
+ABORT_TIMEOUT_S = 30.0
 MAX_ATTEMPTS = 3
 
 
@@ -39,14 +38,21 @@ class EngineMember:
     """Tensor-parallel workers: each is a member of the group."""
 
 
+class LostEngine(msgspec.Struct, frozen=True):
+    """An engine that did not get an update: its process must not serve any more."""
+
+    name: str
+    process: str
+    cause: str
+
+
 class UpdateReport(msgspec.Struct, frozen=True):
     version: WeightVersion
     engines: int
     """How many serve the version now."""
     staged_s: float
     longest_pause_s: float
-    lost: dict[str, str]
-    """Engines that did not get it, and why: each must be restarted before it serves again."""
+    lost: list[LostEngine]
 
 
 @ray.remote(max_concurrency=64)
@@ -78,7 +84,7 @@ class CheckpointEngineManager:
             version, _ = await self._stage([engine])
             _, lost = await self._commit([engine], version)
             if lost:
-                raise WeightUpdateError(lost[engine.name])
+                raise WeightUpdateError(lost[0].cause)
             self._engines[engine.name] = engine
 
     async def forget(self, name: str) -> None:
@@ -89,12 +95,12 @@ class CheckpointEngineManager:
         """Carry the trainer's weights to every engine that is there. One that is lost on the way
         is left out, and the others get them; with none left, the next to start will."""
         async with self._one_at_a_time:
-            lost: dict[str, str] = {}
+            lost: list[LostEngine] = []
             staged_s, staged = await self._stage_on_all(version, lost)
             pauses, not_committed = await self._commit(staged, version)
-            lost |= not_committed
-            for name in lost:
-                self._engines.pop(name, None)
+            lost += not_committed
+            for one in not_committed:
+                await self.forget(one.name)
             return UpdateReport(
                 version=version,
                 engines=len(pauses),
@@ -104,18 +110,21 @@ class CheckpointEngineManager:
             )
 
     async def _stage_on_all(
-        self, version: WeightVersion, lost: dict[str, str]
+        self, version: WeightVersion, lost: list[LostEngine]
     ) -> tuple[float, list[EngineMember]]:
         for _ in range(MAX_ATTEMPTS):
-            engines = [one for one in self._engines.values() if one.name not in lost]
+            engines = list(self._engines.values())
             if not engines:
                 return 0.0, []
             try:
                 sent, staged_s = await self._stage(engines)
             except WeightUpdateError as error:
                 failure, broken = error, await self._discard(engines)
-                logs.warning("{}; out of reach: {}", error, ", ".join(broken) or "nobody")
-                lost |= broken
+                names = [one.name for one in broken]
+                logs.warning("{}; out of reach: {}", error, ", ".join(names) or "nobody")
+                for name in names:
+                    await self.forget(name)
+                lost += broken
                 continue
             if sent != version:
                 raise WeightUpdateError(f"the trainer sent version {sent}, expected {version}")
@@ -141,29 +150,44 @@ class CheckpointEngineManager:
             backend=self._backend,
             timeout_s=self._timeout_s,
         )
-        calls = {"the trainer": self._trainer.send_weights.remote(sender)}
+        sending = self._trainer.send_weights.remote(sender)
+        calls = {"the trainer": sending}
         rank = 1
         for engine in engines:
             member = msgspec.structs.replace(sender, rank=rank, address=engine.address)
             update = msgspec.msgpack.encode(WeightUpdate(member=member, manifest=plan.manifest))
             calls[engine.name] = engine.handle.stage_weights.remote(update)
             rank += engine.workers
+        doing = "staging (weights.timeout_s)"
         try:
             async with asyncio.TaskGroup() as tasks:
-                sending, *_ = [
-                    tasks.create_task(
-                        within(self._timeout_s, call, who=who, doing="staging (weights.timeout_s)")
-                    )
-                    for who, call in calls.items()
-                ]
+                for who, call in calls.items():
+                    tasks.create_task(within(self._timeout_s, call, who=who, doing=doing))
         except BaseException as error:
-            # A group that a transfer failed in is never used again: all meet under a new name.
-            self._group_of = ()
+            await self._end_group(sender.group_id, sending)
             if isinstance(error, ExceptionGroup):
                 first = error.exceptions[0]
                 raise WeightUpdateError(f"weights were not staged: {described(first)}") from first
             raise
-        return sending.result(), time.perf_counter() - began
+        return await sending, time.perf_counter() - began
+
+    async def _end_group(self, group_id: str, sending: Awaitable[object]) -> None:
+        """A group that a transfer failed in is never used again: all meet under a new name. The
+        trainer is done with it before this returns, so that it can send to the next."""
+        self._group_of = ()
+        ended = await asyncio.gather(
+            within(
+                ABORT_TIMEOUT_S,
+                self._trainer.call_off_sending.remote(group_id),
+                who="the trainer",
+                doing=f"calling {group_id} off",
+            ),
+            within(self._timeout_s, sending, who="the trainer", doing=f"ending {group_id}"),
+            return_exceptions=True,
+        )
+        for outcome in ended:
+            if isinstance(outcome, BaseException):
+                logs.debug("after a failed transfer: {}", described(outcome))
 
     def _group_for(self, engines: Sequence[EngineMember]) -> str:
         """The same group as the last time, if it is of the same engines."""
@@ -175,8 +199,8 @@ class CheckpointEngineManager:
 
     async def _commit(
         self, engines: Sequence[EngineMember], version: WeightVersion
-    ) -> tuple[list[float], dict[str, str]]:
-        """The pauses of those that did, and the errors of those that did not."""
+    ) -> tuple[list[float], list[LostEngine]]:
+        """The pauses of those that did, and those that did not."""
         outcomes = await asyncio.gather(
             *(
                 within(
@@ -189,22 +213,21 @@ class CheckpointEngineManager:
             ),
             return_exceptions=True,
         )
-        pauses, lost = [], {}
+        pauses, lost = [], []
         for engine, outcome in zip(engines, outcomes, strict=True):
             if isinstance(outcome, CommitReport):
                 pauses.append(outcome.paused_s)
             else:
-                lost[engine.name] = (
-                    f"{engine.name} did not commit version {version}: {described(outcome)}"
-                )
+                cause = f"{engine.name} did not commit version {version}: {described(outcome)}"
+                lost.append(LostEngine(engine.name, engine.process, cause))
         return pauses, lost
 
-    async def _discard(self, engines: Sequence[EngineMember]) -> dict[str, str]:
-        """Undo a half-done staging on every engine; returns those that could not, and why."""
+    async def _discard(self, engines: Sequence[EngineMember]) -> list[LostEngine]:
+        """Undo a half-done staging on every engine; returns those that could not."""
         outcomes = await asyncio.gather(
             *(
                 within(
-                    DISCARD_TIMEOUT_S,
+                    ABORT_TIMEOUT_S,
                     engine.handle.discard_weights.remote(),
                     who=engine.name,
                     doing="discarding staged weights",
@@ -213,10 +236,10 @@ class CheckpointEngineManager:
             ),
             return_exceptions=True,
         )
-        broken = {}
+        broken = []
         for engine, outcome in zip(engines, outcomes, strict=True):
             if isinstance(outcome, BaseException):
-                broken[engine.name] = described(outcome)
+                broken.append(LostEngine(engine.name, engine.process, described(outcome)))
             elif outcome:
                 logs.warning("{} after an aborted update: {}", engine.name, outcome)
         return broken

@@ -13,7 +13,7 @@ from areal_ray.algorithms import ADVANTAGES, POLICY_LOSSES
 from areal_ray.config import Config, RolloutConfig
 from areal_ray.generation.engine import EngineSpec
 from areal_ray.plugins import pack
-from areal_ray.training import TrainerSpec
+from areal_ray.training.spec import TrainerSpec
 from areal_ray.types import Prompt
 
 MAX_FAILED_STARTS = 3

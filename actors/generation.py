@@ -39,6 +39,9 @@ class GenerationActor:
         self._loop_health = LoopHealth(who=spec.name)
         self._loop_health.start()
 
+    async def is_there(self) -> None:
+        """Answers as soon as there is a process."""
+
     async def start(self) -> Started:
         """Start the engine, unless it runs."""
         if not self._is_up:
@@ -63,6 +66,10 @@ class GenerationActor:
 
     async def discard_weights(self) -> str:
         return await self._named(self._engine.discard_weights())
+
+    async def until_death(self) -> None:
+        """Never returns: the call ends with the process, and so tells when that is gone."""
+        await asyncio.Event().wait()
 
     async def loop_report(self) -> LoopReport:
         return self._loop_health.report()

@@ -13,6 +13,8 @@ from areal_ray.actors.rollout_worker import WorkerSpec
 from areal_ray.deadlines import within
 
 WORKER_START_TIMEOUT_S = 300.0
+ASK_TIMEOUT_S = 60.0
+PROCESS_TIMEOUT_S = 300.0
 
 
 class EngineKeeper:
@@ -33,10 +35,15 @@ class EngineKeeper:
         self.weights_are_there = asyncio.Event()
         """The trainer has weights to give. Until then engines wait before they are synced."""
 
+    def is_process_of(self, name: str, process: str) -> bool:
+        """Whether an engine is still, or again, in this process: news of an earlier is stale."""
+        return name in self._started and self._started[name].process == process
+
     async def bring_up(self, name: str, handle: ActorHandle) -> None:
-        self._started[name] = await until_back(
+        await _until_there(name, handle)
+        self._started[name] = await within(
             self._startup_timeout_s,
-            lambda: handle.start.remote(),
+            handle.start.remote(),
             who=name,
             doing="its start (generation.startup_timeout_s)",
         )
@@ -62,7 +69,13 @@ class EngineKeeper:
         await handle.probe.remote()
 
     async def lost(self, name: str) -> None:
-        await self.manager.forget.remote(name)
+        self._started.pop(name, None)
+        await within(
+            ASK_TIMEOUT_S,
+            self.manager.forget.remote(name),
+            who="the checkpoint engine manager",
+            doing=f"forgetting {name}",
+        )
 
 
 class WorkerKeeper:
@@ -79,9 +92,10 @@ class WorkerKeeper:
         self._controller = controller
 
     async def bring_up(self, name: str, handle: ActorHandle) -> None:
-        await until_back(
+        await _until_there(name, handle)
+        await within(
             WORKER_START_TIMEOUT_S,
-            lambda: handle.start.remote(self.spec, self.queue, self._controller),
+            handle.start.remote(self.spec, self.queue, self._controller),
             who=name,
             doing="its start",
         )
@@ -90,7 +104,15 @@ class WorkerKeeper:
         pass
 
     async def prove(self, name: str, handle: ActorHandle) -> None:
-        await handle.prove.remote()
+        await handle.is_there.remote()
 
     async def lost(self, name: str) -> None:
         pass
+
+
+async def _until_there(name: str, handle: ActorHandle) -> None:
+    """Wait for the process alone, which Ray may be restarting. A death after that is a failed
+    start, not a reason to wait on."""
+    await until_back(
+        PROCESS_TIMEOUT_S, handle.is_there.remote, who=name, doing="coming back as a process"
+    )

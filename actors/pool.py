@@ -20,10 +20,13 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from areal_ray import logs
 from areal_ray.changes import Changes
+from areal_ray.deadlines import within
 from areal_ray.errors import DeadlineExceeded, PoolError, described
 from areal_ray.fleet import Fleet, MemberStatus
 from areal_ray.routing import Balancer
 from areal_ray.tasks import TaskRunner
+
+KILL_TIMEOUT_S = 60.0
 
 
 class Keeper(Protocol):
@@ -185,20 +188,31 @@ class ActorPool:
     async def _bury(self, name: str, handle: ActorHandle, error: Exception) -> None:
         """Out of the routing; and if its process still stands, end it so that Ray restarts it."""
         never_served = not self._fleet.has_ever_served()
-        cause = described(error)
         leaving = self._fleet.state(name) == "draining"
+        cause = described(error)
         self._fleet.failed(name, cause, for_good=leaving or isinstance(error, ActorDiedError))
         self._balancer.exclude(name)
+        self._condemned.pop(name, None)
         logs.warning("{} is lost: {}", name, cause)
         if never_served and not isinstance(error, ActorUnavailableError):
             raise error
-        if not isinstance(error, (ActorUnavailableError, ActorDiedError)):
-            await asyncio.to_thread(ray.kill, handle, no_restart=self._fleet.is_given_up(name))
-        if leaving:
-            return
-        self._end_if_too_few()
+        if not leaving:
+            self._end_if_too_few()
         await self._keeper.lost(name)
+        if not isinstance(error, (ActorUnavailableError, ActorDiedError)):
+            await self._kill(name, handle)
         self._changed.notify()
+
+    async def _kill(self, name: str, handle: ActorHandle) -> None:
+        """Returns when the process is gone: one that lingers would take the next call to it."""
+        death = handle.until_death.remote()
+        await asyncio.to_thread(ray.kill, handle, no_restart=self._fleet.is_given_up(name))
+        try:
+            await within(KILL_TIMEOUT_S, death, who=name, doing="dying")
+        except (ActorUnavailableError, ActorDiedError):
+            pass
+        except DeadlineExceeded as error:
+            logs.warning("{}", error)
 
     def _end_if_too_few(self) -> None:
         left = len(self._fleet.hopeful())

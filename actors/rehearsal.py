@@ -14,11 +14,10 @@ import ray
 from ray.actor import ActorHandle
 
 from areal_ray.actors.batches import Batches
-from areal_ray.actors.trainer import SendingPlan
 from areal_ray.generation.simulated import SimulatedSpec
 from areal_ray.types import WeightVersion
 from areal_ray.weights.layout import WeightManifest
-from areal_ray.weights.transport import GroupMember
+from areal_ray.weights.update import GroupMember, SendingPlan
 
 
 class Rehearsal(msgspec.Struct, frozen=True):
@@ -63,6 +62,9 @@ class PacedTrainer:
 
     async def send_weights(self, member: GroupMember) -> WeightVersion:
         return self._version
+
+    async def call_off_sending(self, group_id: str) -> None:
+        pass
 
     async def close(self) -> None:
         pass

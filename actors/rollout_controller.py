@@ -23,6 +23,7 @@ from ray.exceptions import ActorUnavailableError
 from areal_ray import logs
 from areal_ray.actors.bookkeeper import Bookkeeper
 from areal_ray.actors.calls import RETRY_EVERY_S, until_back
+from areal_ray.actors.checkpoint_engine import LostEngine
 from areal_ray.actors.group_calls import ASK_TIMEOUT_S, WORKER_GONE, GroupCalls
 from areal_ray.actors.keepers import EngineKeeper, WorkerKeeper
 from areal_ray.actors.pool import ActorPool, Care
@@ -179,12 +180,13 @@ class RolloutController:
     async def resume(self) -> None:
         self._groups.resume()
 
-    async def commit_version(self, version: WeightVersion, lost: dict[str, str]) -> None:
+    async def commit_version(self, version: WeightVersion, lost: Sequence[LostEngine]) -> None:
         """All engines but the `lost` ones serve `version` from now on."""
         if version > self._book.counts.version:
             self._book.commit(version)
-        for name, cause in lost.items():
-            self._engines.condemn(name, cause)
+        for one in lost:
+            if self._engine_keeper.is_process_of(one.name, one.process):
+                self._engines.condemn(one.name, one.cause)
         await self._bookkeeper.write()
         self._changed.notify()
 
@@ -226,8 +228,8 @@ class RolloutController:
         )
 
     async def close(self) -> None:
-        await self._groups.close()
         await self._tasks.close()
+        await self._groups.close()
         self._loop_health.close()
 
     async def _dispatch(self) -> None:

@@ -118,8 +118,8 @@ class RolloutWorker:
                 lambda: _Equipment(spec, controller, Offers(queue, me))
             )
 
-    async def prove(self) -> None:
-        """Answers if the worker works."""
+    async def is_there(self) -> None:
+        """Answers as soon as there is a process, and for as long as its event loop runs."""
 
     async def running(self) -> dict[int, str]:
         """The groups that run here, and the engine of each."""
@@ -149,6 +149,10 @@ class RolloutWorker:
         """Run a group whose reward is wanted and nothing else."""
         running = _Running(assignment, assignment.engine_name, assignment.engine)
         return (await self._run(running)).summary()
+
+    async def until_death(self) -> None:
+        """Never returns: the call ends with the process, and so tells when that is gone."""
+        await asyncio.Event().wait()
 
     async def loop_report(self) -> LoopReport:
         return self._loop_health.report()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import numpy as np
@@ -22,11 +22,13 @@ from areal_ray.actors.batches import Batches
 from areal_ray.config import WarmupConfig
 from areal_ray.observability.jsonl import JsonlWriter
 from areal_ray.observability.loop_health import LoopHealth, LoopReport
-from areal_ray.training import PolicyTrainer, StepMetrics, TrainerSpec
+from areal_ray.training.spec import StepMetrics, TrainerSpec
 from areal_ray.types import Prompt, TrajectoryGroup, WeightVersion
-from areal_ray.weights.layout import WeightManifest, manifest_of
-from areal_ray.weights.sender import send
-from areal_ray.weights.transport import GroupMember, Rendezvous, TransferGroup
+from areal_ray.weights.update import GroupMember, SendingPlan
+
+if TYPE_CHECKING:  # whoever holds a handle of this actor imports this module, but needs no torch
+    from areal_ray.training.trainer import PolicyTrainer
+    from areal_ray.weights.sender import Sender
 
 T = TypeVar("T")
 
@@ -60,14 +62,6 @@ class RolloutRecord(msgspec.Struct, frozen=True):
     versions: list[int]
 
 
-class SendingPlan(msgspec.Struct, frozen=True):
-    """Where the engines meet the trainer, and what it will send them."""
-
-    host: str
-    port: int
-    manifest: WeightManifest
-
-
 @ray.remote(max_concurrency=64)
 class TrainerActor:
     def __init__(self, spec: TrainerSpec, queue: ActorHandle, run_dir: str) -> None:
@@ -77,15 +71,13 @@ class TrainerActor:
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._trainer: PolicyTrainer | None = None
         self._rollouts: JsonlWriter[tuple[int, list[TrajectoryGroup]]] | None = None
-        self._rendezvous: Rendezvous | None = None
-        self._group: TransferGroup | None = None
-        self._manifest: WeightManifest | None = None
+        self._sender: Sender | None = None
         self._version: WeightVersion = 0
         self._loop_health = LoopHealth(who="the trainer")
         self._loop_health.start()
 
     async def start(self) -> None:
-        self._trainer = await self._in_thread(lambda: PolicyTrainer(self._spec))
+        self._trainer = await self._in_thread(self._new_trainer)
         self._rollouts = await asyncio.to_thread(
             JsonlWriter, self._run_dir / "rollouts.jsonl", _rollout_records
         )
@@ -118,24 +110,18 @@ class TrainerActor:
 
     async def sending_plan(self, bucket_bytes: int, timeout_s: float) -> SendingPlan:
         """Open the place where engines join; the weights' names, shapes and order."""
-        if self._rendezvous is None or self._manifest is None:
-            self._rendezvous = await asyncio.to_thread(
-                Rendezvous, ray.util.get_node_ip_address(), timeout_s=timeout_s
-            )
-            import torch
-
-            self._manifest = manifest_of(
-                self._started.model.named_parameters(),
-                dtype=getattr(torch, self._spec.dtype),
-                bucket_bytes=bucket_bytes,
-            )
-        return SendingPlan(
-            host=self._rendezvous.host, port=self._rendezvous.port, manifest=self._manifest
-        )
+        if self._sender is None:
+            self._sender = await self._in_thread(lambda: self._new_sender(bucket_bytes, timeout_s))
+        return self._sender.plan
 
     async def send_weights(self, member: GroupMember) -> WeightVersion:
         """Broadcast the weights; returns their version once every member has staged them."""
         return await self._in_thread(lambda: self._send(member))
+
+    async def call_off_sending(self, group_id: str) -> None:
+        """Not everybody will come to this group: a `send_weights` to it fails at once."""
+        if self._sender is not None:
+            await asyncio.to_thread(self._sender.call_off, group_id)
 
     async def export(self, directory: str) -> None:
         await self._in_thread(lambda: self._started.export(Path(directory)))
@@ -159,21 +145,27 @@ class TrainerActor:
         assert self._trainer is not None
         return self._trainer
 
+    def _new_trainer(self) -> PolicyTrainer:
+        from areal_ray.training.trainer import PolicyTrainer
+
+        return PolicyTrainer(self._spec)
+
+    def _new_sender(self, bucket_bytes: int, timeout_s: float) -> Sender:
+        import torch
+
+        from areal_ray.weights.sender import Sender
+
+        return Sender(
+            ray.util.get_node_ip_address(),
+            self._started.model.named_parameters(),
+            dtype=getattr(torch, self._spec.dtype),
+            bucket_bytes=bucket_bytes,
+            timeout_s=timeout_s,
+        )
+
     def _send(self, member: GroupMember) -> WeightVersion:
-        assert self._rendezvous is not None
-        assert self._manifest is not None
-        if self._group is not None and self._group.member != member:
-            self._group.close()
-            self._group = None
-        if self._group is None:
-            self._group = TransferGroup(member, self._rendezvous.store)
-        try:
-            send(self._group, self._manifest, self._started.model.named_parameters())
-        except BaseException:
-            # So that the engines which still wait for more hear that none will come.
-            self._group.close()
-            self._group = None
-            raise
+        assert self._sender is not None
+        self._sender.send(member)
         return self._version
 
     def _train(self, groups: Sequence[TrajectoryGroup], step: int) -> StepMetrics:

@@ -118,6 +118,9 @@ class Trajectory(msgspec.Struct, frozen=True):
     reward: float
     finish_reason: FinishReason
     text: str
+    arrays: dict[str, NDArray[np.generic]] = {}
+    """The workflow's own, of any size (the experts that each token was routed to, say): carried
+    along by reference, and handed to the trainer as they are."""
 
     @classmethod
     def single_turn(cls, prompt_ids: TokenIds, completion: Completion, reward: float) -> Trajectory:
@@ -140,6 +143,7 @@ class Trajectory(msgspec.Struct, frozen=True):
             self.response_mask,
             self.logprobs,
             self.versions,
+            *self.arrays.values(),
         )
         return sum(array.nbytes for array in arrays)
 

@@ -33,13 +33,13 @@ def tiny_model(arithmetic: ModuleType, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """A local Ray cluster as `areal-ray train` starts one."""
+    """A local Ray cluster as `areal-ray train` starts one, with room for pools to grow."""
     import ray
 
     from areal_ray.config_file import from_mapping
     from areal_ray.placement import connect
 
-    cluster = connect(from_mapping({"name": "tests", "generation": {"engines": 2}}))
+    cluster = connect(from_mapping({"name": "tests", "generation": {"engines": 8}}))
     yield
     cluster.leave()
     assert not ray.is_initialized()

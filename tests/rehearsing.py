@@ -8,6 +8,8 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 import cloudpickle
+import ray
+from ray.actor import ActorHandle
 
 from areal_ray.actors.crew import Crew
 from areal_ray.actors.crew_specs import Task
@@ -15,16 +17,14 @@ from areal_ray.actors.rehearsal import PacedReport, Rehearsal
 from areal_ray.config import resolve
 from areal_ray.config_file import from_mapping
 from areal_ray.deadlines import within
+from areal_ray.generation.faults import Fault
 from areal_ray.generation.simulated import SimulatedSpec
 from areal_ray.placement import plan, reserve
 from areal_ray.plugins import pack
 from areal_ray.staleness import LedgerCounts
 from areal_ray.tasks import guarded
 from areal_ray.types import Completion, Prompt
-from areal_ray.workflows import load_filter, load_workflow
-
-# Other processes can't import it.
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
+from areal_ray.workflows import Workflow, load_filter, single_turn
 
 PROMPTS = [Prompt(text=f"{a}+{a}=", answer=str(2 * a)) for a in range(10, 50)]
 
@@ -52,6 +52,7 @@ class RehearsedCrew:
         engine: SimulatedSpec | None = None,
         step_s: float = 0.0,
         prompts: list[Prompt] = PROMPTS,
+        workflow: Workflow = single_turn,
         **changes: object,
     ) -> None:
         base = {
@@ -70,6 +71,11 @@ class RehearsedCrew:
             "trainer": {"groups_per_step": 4},
             "weights": {"timeout_s": 20},
         }
+        for function in (reward, workflow):
+            # Other processes can't import test modules.
+            module = sys.modules[function.__module__]
+            if "areal_ray" not in module.__name__:
+                cloudpickle.register_pickle_by_value(module)
         self.config = resolve(from_mapping(merged(base, changes)), device="cpu")
         self._engine = engine or simulated()
         self._model = model
@@ -78,7 +84,7 @@ class RehearsedCrew:
         self._task = Task(
             prompts=prompts,
             demonstrations=(),
-            packed_workflow=pack(load_workflow(self.config.rollout.workflow)),
+            packed_workflow=pack(workflow),
             packed_reward=pack(reward),
             packed_filter=pack(load_filter(self.config.rollout.filter)),
         )
@@ -95,7 +101,11 @@ class RehearsedCrew:
             seats=self._seats,
             rehearsal=Rehearsal(engine=self._engine, step_s=self._step_s),
         )
-        await self.crew.start()
+        try:
+            await self.crew.start()
+        except BaseException:
+            await self.__aexit__()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -105,6 +115,33 @@ class RehearsedCrew:
     async def step(self) -> PacedReport:
         """Train on a batch, and let the engines serve the next version."""
         return await guarded(self._step(), self.crew.watch())
+
+    async def steps(self, count: int) -> None:
+        for _ in range(count):
+            await self.step()
+
+    async def step_reached(self, version: int) -> None:
+        while self.version < version:
+            await asyncio.sleep(0.01)
+
+    async def set_engine_version(self, version: int) -> None:
+        """Let all engines stamp what they make from now on with this version."""
+        for engine in self.crew.engines.values():
+            await engine.stage_weights.remote(b"")
+            await engine.commit_weights.remote(version)
+
+    async def inject(self, engine: str, fault: Fault) -> None:
+        def strike(actor) -> None:
+            actor._engine.inject(fault)
+
+        await self.crew.engines[engine].__ray_call__.remote(strike)
+
+    @property
+    def workers(self) -> dict[str, ActorHandle]:
+        return {
+            f"worker-{index}": ray.get_actor(f"worker-{index}")
+            for index in range(self.config.rollout.workers)
+        }
 
     async def _step(self) -> PacedReport:
         report = await self.crew.trainer.train_step.remote(self.version + 1, self.version)
@@ -144,3 +181,7 @@ def simulated(**changes: object) -> SimulatedSpec:
 
 def run(work: Coroutine[object, object, object], timeout_s: float = 120) -> object:
     return asyncio.run(within(timeout_s, work, who="the test", doing="its work"))
+
+
+async def pid_of(actor: ActorHandle) -> int:
+    return await actor.__ray_call__.remote(lambda _: __import__("os").getpid())

@@ -59,6 +59,45 @@ def write(tmp_path: Path, text: str) -> Path:
         ("trainer: {lr: .inf}", "trainer.lr: expected a number > 0, got inf"),
         ("goal: [1]", "goal: expected a number or null, got a list"),
         (
+            "generation: {min_engines: 0}",
+            "generation.min_engines: expected an integer >= 1, got 0",
+        ),
+        (
+            "generation: {restart_engines: sometimes}",
+            'generation.restart_engines: expected true or false, got the text "sometimes"',
+        ),
+        (
+            "generation: {progress_every_s: 0}",
+            "generation.progress_every_s: expected a number > 0, got 0",
+        ),
+        (
+            "generation: {suspect_after_s: -1, dead_after_s: 0}",
+            "generation.suspect_after_s: expected a number > 0, got -1\n"
+            "generation.dead_after_s: expected a number > 0, got 0",
+        ),
+        (
+            "rollout: {max_failure_rate: -0.1}",
+            "rollout.max_failure_rate: expected a number >= 0, got -0.1",
+        ),
+        ("rollout: {filter: 3}", "rollout.filter: expected text, got 3"),
+        (
+            "rollout: {max_filtered_in_a_row: 0}",
+            "rollout.max_filtered_in_a_row: expected an integer >= 1, got 0",
+        ),
+        (
+            "rollout: {order: stric}",
+            "rollout.order: expected one of completion, strict, window, got the text "
+            '"stric"; did you mean `strict`?',
+        ),
+        (
+            "rollout: {window: 0}",
+            "rollout.window: expected an integer >= 1 or null, got 0",
+        ),
+        (
+            "rollout: {max_queue_gib: 0}",
+            "rollout.max_queue_gib: expected a number > 0, got 0",
+        ),
+        (
             "steps: 0\ntrainer: {lrr: 1}",
             "steps: expected an integer >= 1, got 0\ntrainer.lrr: unknown key; did you mean `lr`?",
         ),
@@ -105,6 +144,32 @@ def test_a_bad_value_is_refused_with_its_path_and_what_was_expected(
             {"device": "cpu", "generation": {"tensor_parallel": 2}},
             "generation.tensor_parallel: expected 1 with `device: cpu`, got 2",
         ),
+        (
+            {"generation": {"engines": 2, "min_engines": 3}},
+            "generation.min_engines: expected at most generation.engines (2), got 3",
+        ),
+        (
+            {"generation": {"suspect_after_s": 120}},
+            "generation.suspect_after_s: expected less than generation.dead_after_s (120), got 120",
+        ),
+        (
+            {"generation": {"suspect_after_s": 0.75, "dead_after_s": 0.5}},
+            "generation.suspect_after_s: expected less than generation.dead_after_s (0.5), "
+            "got 0.75",
+        ),
+        (
+            {"rollout": {"window": 8}},
+            "rollout.window: only read with `rollout.order: window`, not `completion`",
+        ),
+        (
+            {"rollout": {"window": 8, "order": "strict"}},
+            "rollout.window: only read with `rollout.order: window`, not `strict`",
+        ),
+        (
+            {"generation": {"min_engines": 2}, "rollout": {"window": 8}},
+            "generation.min_engines: expected at most generation.engines (1), got 2\n"
+            "rollout.window: only read with `rollout.order: window`, not `completion`",
+        ),
     ],
 )
 def test_a_combination_that_cannot_work_is_refused(raw: dict, message: str) -> None:
@@ -112,6 +177,22 @@ def test_a_combination_that_cannot_work_is_refused(raw: dict, message: str) -> N
     with pytest.raises(ConfigError) as refused:
         check(from_mapping({"name": "test"} | model | raw))
     assert str(refused.value) == message
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {},
+        {"generation": {"engines": 3, "min_engines": 3}},
+        {"generation": {"suspect_after_s": 119.9}},
+        {"rollout": {"order": "window"}},
+        {"rollout": {"order": "window", "window": 8}},
+        {"rollout": {"order": "strict"}},
+        {"rollout": {"max_failed_groups": 0, "max_failure_rate": 0}},
+    ],
+)
+def test_a_combination_that_can_work_is_accepted(raw: dict) -> None:
+    check(from_mapping({"name": "test", "model": {"path": "some/model"}} | raw))
 
 
 def test_a_name_is_required_and_may_not_leave_the_runs_directory(tmp_path: Path) -> None:
@@ -165,6 +246,24 @@ def test_files_named_in_a_config_are_found_beside_it(tmp_path: Path) -> None:
     assert config.reward.function == f"{tmp_path / 'rewards.py'}:mine"
     assert config.rollout.workflow == "package.flows:mine"
     assert config.model.path == "some/model"
+
+
+@pytest.mark.parametrize(
+    ("rollout", "window"),
+    [
+        ({"order": "window"}, 16),
+        ({"order": "window", "window": 3}, 3),
+        ({"order": "strict"}, None),
+        ({"order": "completion"}, None),
+        ({}, None),
+    ],
+)
+def test_the_window_is_a_batch_unless_it_is_given(rollout: dict, window: int | None) -> None:
+    config = from_mapping({"name": "test", "trainer": {"groups_per_step": 16}, "rollout": rollout})
+    resolved = resolve(config, device="cpu")
+    assert resolved.rollout.window == window
+    # And a resolved config is resolved.
+    assert resolve(resolved, device="cpu") == resolved
 
 
 def test_what_is_left_open_is_derived_from_the_rest() -> None:

@@ -2,9 +2,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from areal_ray.data import PromptSource, load_prompts
+from areal_ray.data import PromptSource, SourceState, load_prompts
 from areal_ray.data.source import as_prompts, refuse_without_answers
 from areal_ray.data.tokenizer import PromptTokenizer
 from areal_ray.errors import DataError, PluginError
@@ -15,7 +18,7 @@ PROMPTS = [Prompt(text=str(index)) for index in range(10)]
 
 
 def draw(source: PromptSource, count: int) -> list[str]:
-    return [source.draw().prompt.text for _ in range(count)]
+    return [source[source.draw()].text for _ in range(count)]
 
 
 def test_each_epoch_deals_every_prompt_once_in_an_order_of_its_own() -> None:
@@ -23,7 +26,9 @@ def test_each_epoch_deals_every_prompt_once_in_an_order_of_its_own() -> None:
     first, second = draw(source, 10), draw(source, 10)
     assert sorted(first) == sorted(second) == [str(index) for index in range(10)]
     assert first != second
+    assert first != [str(index) for index in range(10)]
     assert draw(PromptSource(PROMPTS, seed=3, shuffle=True), 20) == first + second
+    assert draw(PromptSource(PROMPTS, seed=4, shuffle=True), 10) != first
 
 
 def test_without_shuffling_the_order_is_the_given_one() -> None:
@@ -31,11 +36,21 @@ def test_without_shuffling_the_order_is_the_given_one() -> None:
     assert draw(source, 12) == [*"0123456789", "0", "1"]
 
 
-def test_a_prompt_that_is_put_back_is_drawn_again_first() -> None:
+def test_prompts_that_are_put_back_are_drawn_again_first() -> None:
     source = PromptSource(PROMPTS, seed=0, shuffle=False)
-    first = source.draw()
-    source.put_back(first)
-    assert draw(source, 2) == ["0", "1"]
+    drawn = [source.draw() for _ in range(3)]
+    # What is put back last is drawn first: so whoever goes backwards keeps the order.
+    for index in reversed(drawn):
+        source.put_back(index)
+    assert draw(source, 4) == ["0", "1", "2", "3"]
+
+
+def test_a_prompt_that_is_put_back_at_the_end_of_an_epoch_comes_before_the_next() -> None:
+    source = PromptSource(PROMPTS[:2], seed=0, shuffle=False)
+    draw(source, 1)
+    source.failed(0)
+    source.put_back(source.draw())
+    assert draw(source, 4) == ["1", "0", "0", "1"]
 
 
 def test_a_prompt_that_fails_is_tried_again_at_the_end_of_the_epoch_and_then_given_up() -> None:
@@ -43,19 +58,93 @@ def test_a_prompt_that_fails_is_tried_again_at_the_end_of_the_epoch_and_then_giv
     assert source.failed(source.draw())
     # 0 has failed once: the epoch goes on with 1 and 2, then 0 again.
     assert draw(source, 2) == ["1", "2"]
+    assert source.failed(source.draw())
     again = source.draw()
-    assert again.prompt.text == "0"
-    assert source.failed(again)
-    again = source.draw()
+    assert source[again].text == "0"
     assert not source.failed(again)
     assert draw(source, 4) == ["1", "2", "1", "2"]
 
 
+def test_prompts_that_fail_come_last_in_the_order_in_which_they_failed() -> None:
+    source = PromptSource(PROMPTS[:4], seed=0, shuffle=False)
+    draw(source, 3)
+    source.failed(2)
+    source.failed(0)
+    assert draw(source, 4) == ["3", "2", "0", "0"]
+
+
+def test_a_prompt_is_given_up_even_if_it_was_put_back() -> None:
+    source = PromptSource(PROMPTS[:2], seed=0, shuffle=False)
+    index = source.draw()
+    source.put_back(index)
+    # It was drawn more than once at a time: small sets of prompts come around quickly.
+    assert [source.failed(index) for _ in range(3)] == [True, True, False]
+    assert draw(source, 3) == ["1", "1", "1"]
+
+
 def test_a_source_whose_prompts_all_fail_goes_on_dealing() -> None:
     source = PromptSource(PROMPTS[:2], seed=0, shuffle=False)
-    for _ in range(20):
-        source.failed(source.draw())
-    assert source.draw().prompt.text in ("0", "1")
+    tried_again = [source.failed(source.draw()) for _ in range(12)]
+    # 0 1, again 0 1, again 0 1, and both are given up: then all begins anew.
+    assert tried_again == [True, True, True, True, False, False] * 2
+    assert source[source.draw()].text in ("0", "1")
+
+
+STEPS = st.lists(
+    st.sampled_from(["draw", "draw", "draw", "put back", "fail"]), min_size=8, max_size=40
+)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    prompts=st.integers(1, 6),
+    seed=st.integers(0, 3),
+    shuffle=st.booleans(),
+    before=STEPS,
+    after=STEPS,
+)
+def test_from_its_state_another_source_goes_on_just_there(
+    prompts: int, seed: int, shuffle: bool, before: list[str], after: list[str]
+) -> None:
+    def new_source() -> PromptSource:
+        return PromptSource(PROMPTS[:prompts], seed=seed, shuffle=shuffle)
+
+    def play(source: PromptSource, steps: list[str], in_hand: list[int]) -> list[object]:
+        seen: list[object] = []
+        for step in steps:
+            if step == "draw" or not in_hand:
+                in_hand.append(source.draw())
+                seen.append(in_hand[-1])
+            elif step == "put back":
+                source.put_back(in_hand.pop(0))
+            else:
+                seen.append(source.failed(in_hand.pop(0)))
+        return [*seen, source.state]
+
+    source, in_hand = new_source(), []
+    play(source, before, in_hand)
+    written = msgspec.json.encode(source.state)
+    again = new_source()
+    # It may have been used before: nothing of that is left.
+    play(again, after, [])
+    again.restore(msgspec.json.decode(written, type=SourceState))
+    assert again.state == source.state
+    assert play(again, after, list(in_hand)) == play(source, after, list(in_hand))
+
+
+def test_a_state_does_not_change_with_its_source() -> None:
+    source = PromptSource(PROMPTS, seed=0, shuffle=False)
+    source.put_back(source.draw())
+    source.failed(5)
+    state = source.state
+    written = msgspec.json.encode(state)
+    other = PromptSource(PROMPTS, seed=0, shuffle=False)
+    other.restore(state)
+    for one in (source, other):
+        one.draw()
+        one.failed(5)
+        one.put_back(3)
+    assert msgspec.json.encode(state) == written
 
 
 def test_prompts_are_read_from_json_lines(tmp_path: Path) -> None:
@@ -135,7 +224,7 @@ def test_a_prompt_goes_to_ids_and_an_answer_comes_back_as_text(tiny_model: Path)
     ((question, answer),) = tokenizer.encode_demonstrations([prompt])
     assert question.tolist() == [3, 9, 12, 4, 7, 13]
     assert answer.tolist() == [4, 6, 1]
-    assert tokenizer.decode(answer) == "24"
+    assert tokenizer.decode([answer, question]) == ["24", "17+25="]
     with pytest.raises(DataError, match=r"a prompt of 9 tokens; expected 1 to 8"):
         tokenizer.encode(Prompt(text="123456789"))
 

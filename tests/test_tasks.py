@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from areal_ray.deadlines import within
 from areal_ray.errors import ArealRayError, DeadlineExceeded, EngineError, described
-from areal_ray.routing import Balancer
 from areal_ray.stopping import StopRequested, StopSignals
 from areal_ray.tasks import (
     SPAWNED,
@@ -916,20 +915,6 @@ async def test_a_stop_request_gives_up_what_is_awaited() -> None:
         asyncio.get_running_loop().call_soon(stop.request)
         with pytest.raises(StopRequested):
             await stop.race(forever())
-
-
-async def test_work_goes_to_the_least_loaded_and_is_given_back_on_error() -> None:
-    balancer: Balancer[int] = Balancer()
-    balancer.admit("a", 1)
-    balancer.admit("b", 2)
-    async with balancer.lease(weight=5) as first:
-        async with balancer.lease(weight=1) as second, balancer.lease(weight=1) as third:
-            assert (first.name, second.name, third.name) == ("a", "b", "b")
-            assert balancer.loads == {"a": 5, "b": 2}
-        with pytest.raises(RuntimeError):
-            async with balancer.lease(weight=9):
-                raise RuntimeError
-    assert balancer.loads == {"a": 0, "b": 0}
 
 
 def test_the_root_cause_is_found_under_its_wrappings() -> None:

@@ -10,9 +10,10 @@ from areal_ray.algorithms import ADVANTAGES, POLICY_LOSSES, LossInputs, LossOutp
 from areal_ray.config import AlgorithmConfig, TrainerConfig
 from areal_ray.errors import TrainingError
 from areal_ray.plugins import pack as pack_function
-from areal_ray.training import PolicyTrainer, TrainerSpec
 from areal_ray.training.model import CausalModel
 from areal_ray.training.packing import LearnedSequence, pack
+from areal_ray.training.spec import TrainerSpec
+from areal_ray.training.trainer import PolicyTrainer
 from areal_ray.types import Prompt, Trajectory, TrajectoryGroup
 
 RNG = np.random.default_rng(0)

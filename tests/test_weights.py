@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 
@@ -11,8 +12,8 @@ from areal_ray.errors import WeightUpdateError
 from areal_ray.weights.layout import WeightManifest, as_bytes, manifest_of, pieces_of, tensors_in
 from areal_ray.weights.receiver import StagingReceiver
 from areal_ray.weights.sender import send
-from areal_ray.weights.transport import GroupMember, Rendezvous, TransferGroup
-from areal_ray.weights.update import WeightUpdate
+from areal_ray.weights.transport import Rendezvous, TransferGroup
+from areal_ray.weights.update import GroupMember, WeightUpdate
 
 CPU = torch.device("cpu")
 
@@ -78,6 +79,9 @@ class Group:
             receiver.start(msgspec.structs.replace(self._sender, rank=rank), manifest)
         return manifest
 
+    def call_off(self) -> None:
+        self._rendezvous.call_off(self._sender.group_id)
+
     def hang_up(self) -> None:
         self._group.close()
 
@@ -120,10 +124,24 @@ def test_a_second_update_may_not_begin_before_the_first_has_ended(group: Group) 
 
 def test_a_member_that_never_comes_ends_the_update_at_the_deadline() -> None:
     group = Group(timeout_s=2.0)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(WeightUpdateError, match="not everybody came to .* within 2 s"):
         group.update(parameters(), receivers=1)
     with pytest.raises(WeightUpdateError, match="did not arrive whole"):
         group.receivers[0].take()
+
+
+def test_those_who_wait_for_a_member_that_died_go_as_soon_as_the_group_is_called_off(
+    group: Group,
+) -> None:
+    began = time.monotonic()
+    calling_off = threading.Timer(0.2, group.call_off)
+    calling_off.start()
+    with pytest.raises(WeightUpdateError, match="was called off"):
+        group.update(parameters(), receivers=1)
+    with pytest.raises(WeightUpdateError, match="was called off"):
+        group.receivers[0].take()
+    assert time.monotonic() - began < 15.0, "the time limit of 20 s ended it"
+    calling_off.join()
 
 
 def test_a_receiver_that_waits_hears_when_the_sender_hangs_up(group: Group) -> None:

@@ -10,50 +10,20 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from areal_ray.algorithms import Advantage, LossInputs, PolicyLoss
-from areal_ray.config import AlgorithmConfig, TrainerConfig
 from areal_ray.data.tokenizer import PromptTokenizer
 from areal_ray.errors import TrainingError
 from areal_ray.plugins import unpack
 from areal_ray.training.model import CausalModel
 from areal_ray.training.packing import LearnedSequence, MicroBatch, pack
+from areal_ray.training.spec import StepMetrics, TrainerSpec
 from areal_ray.types import Prompt, TokenIds, Trajectory, TrajectoryGroup
 
 WARMUP_LR_STEPS = 20
-
-
-class TrainerSpec(msgspec.Struct, frozen=True):
-    model_path: str
-    trust_remote_code: bool
-    device: str
-    dtype: str
-    """What the engines and the exported model get; training itself is in float32."""
-    max_prompt_tokens: int
-    temperature: float
-    seed: int
-    trainer: TrainerConfig
-    algorithm: AlgorithmConfig
-    packed_advantage: bytes
-    packed_loss: bytes
-    """The functions that `algorithm` names: a user's own exist in the driver alone."""
-
-
-class StepMetrics(msgspec.Struct, frozen=True):
-    """What one policy step measured. Means are over samples, fractions over learned tokens."""
-
-    loss: float
-    grad_norm: float
-    lr: float
-    tokens: int
-    clipped: float
-    kl_to_behaviour: float
-    """k3 estimate of KL(behaviour || current): how far off-policy the batch was."""
-    seconds: float
 
 
 class PolicyTrainer:

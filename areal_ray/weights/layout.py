@@ -15,9 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
-import torch
+
+if TYPE_CHECKING:  # the control plane sends manifests about, and does without torch
+    import torch
 
 ALIGNMENT_BYTES = 64
 
@@ -29,6 +32,8 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        import torch
+
         return getattr(torch, self.dtype)
 
     @property
@@ -84,6 +89,8 @@ def pieces_of(manifest: WeightManifest, bucket: range) -> Iterator[Piece]:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 

@@ -19,7 +19,8 @@ import torch
 
 from areal_ray.errors import WeightUpdateError
 from areal_ray.weights.layout import WeightManifest, tensors_in
-from areal_ray.weights.transport import GroupMember, TransferGroup
+from areal_ray.weights.transport import TransferGroup
+from areal_ray.weights.update import GroupMember
 
 
 class StagingReceiver:

@@ -9,29 +9,17 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from datetime import timedelta
-from typing import Literal
 
-import msgspec
 import torch
 from torch import distributed as dist
 
-Backend = Literal["gloo", "nccl"]
+from areal_ray.errors import WeightUpdateError
+from areal_ray.weights.update import GroupMember
 
-
-class GroupMember(msgspec.Struct, frozen=True):
-    """All that one process needs to join a group."""
-
-    host: str
-    port: int
-    """Where the group meets."""
-    address: str
-    """The member's own address, the one it listens on."""
-    group_id: str
-    rank: int
-    world_size: int
-    backend: Backend
-    timeout_s: float
+CALLED_OFF = "called-off"
+MEET_POLL_S = 0.002
 
 
 class Rendezvous:
@@ -51,9 +39,13 @@ class Rendezvous:
             master_listen_fd=self._socket.detach(),
         )
 
+    def call_off(self, group_id: str) -> None:
+        """Let those who still wait for the others of a group go, with an error."""
+        dist.PrefixStore(group_id, self.store).set(CALLED_OFF, "")
+
 
 class TransferGroup:
-    """A joined group. Joining waits until all members have come."""
+    """A joined group. Joining waits until all members have come, or the group is called off."""
 
     def __init__(self, member: GroupMember, store: dist.Store | None = None) -> None:
         self.member = member
@@ -62,6 +54,7 @@ class TransferGroup:
             member.host, member.port, is_master=False, timeout=timeout
         )
         prefixed = dist.PrefixStore(member.group_id, self._store)
+        _wait_for_all(prefixed, member)
         if member.backend == "nccl":
             # Waits then block the waiting thread up to the time limit and raise; otherwise they
             # only order streams, and past the limit a watchdog takes the whole process down.
@@ -97,3 +90,18 @@ class TransferGroup:
             self._group.abort()
         # Gloo closes its connections when the object goes, and not before.
         self._group = None
+
+
+def _wait_for_all(store: dist.Store, member: GroupMember) -> None:
+    """Without this a group's own start would wait for a member that died, to the time limit."""
+    store.set(f"here-{member.rank}", "")
+    everybody = [f"here-{rank}" for rank in range(member.world_size)]
+    deadline = time.monotonic() + member.timeout_s
+    while not store.check(everybody):
+        if store.check([CALLED_OFF]):
+            raise WeightUpdateError(f"{member.group_id} was called off: not everybody came")
+        if time.monotonic() > deadline:
+            raise WeightUpdateError(
+                f"not everybody came to {member.group_id} within {member.timeout_s:g} s"
+            )
+        time.sleep(MEET_POLL_S)

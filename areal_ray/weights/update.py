@@ -1,15 +1,41 @@
-"""One weight update as it is told to an engine."""
+"""One weight update as it is told to those who take part."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import msgspec
 
 from areal_ray.weights.layout import WeightManifest
-from areal_ray.weights.transport import GroupMember
+
+Backend = Literal["gloo", "nccl"]
+
+
+class GroupMember(msgspec.Struct, frozen=True):
+    """All that one process needs to join a group."""
+
+    host: str
+    port: int
+    """Where the group meets."""
+    address: str
+    """The member's own address, the one it listens on."""
+    group_id: str
+    rank: int
+    world_size: int
+    backend: Backend
+    timeout_s: float
 
 
 class WeightUpdate(msgspec.Struct, frozen=True):
     """The group to join, and what will come over it."""
 
     member: GroupMember
+    manifest: WeightManifest
+
+
+class SendingPlan(msgspec.Struct, frozen=True):
+    """Where the engines meet the trainer, and what it will send them."""
+
+    host: str
+    port: int
     manifest: WeightManifest

@@ -78,9 +78,9 @@ def live(
     tiny_model: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[LiveCrew]:
-    from areal_ray.actors.crew import Task
+    from areal_ray.actors.crew_specs import Task
     from areal_ray.plugins import pack
-    from areal_ray.workflows import single_turn
+    from areal_ray.workflows import load_filter, single_turn
 
     def closeness(prompt, completion) -> float:
         return -abs(len(completion.text) - 3)
@@ -90,6 +90,7 @@ def live(
         demonstrations=(),
         packed_workflow=pack(single_turn),
         packed_reward=pack(closeness),
+        packed_filter=pack(load_filter("everything")),
     )
     crew = LiveCrew(tiny_model, tmp_path_factory.mktemp("crew"), task)
     yield crew
@@ -97,38 +98,41 @@ def live(
 
 
 class Training:
-    """`areal-ray train` in a process of its own."""
+    """`areal-ray train` in a process of its own, with all it says in a file."""
 
-    def __init__(self, environment: dict[str, str], *arguments: str) -> None:
-        self._lines: list[str] = []
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "areal_ray.cli", "train", *arguments],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+    def __init__(self, log: Path, environment: dict[str, str], *arguments: str) -> None:
+        self._log = log
+        with log.open("wb") as said:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "areal_ray.cli", "train", *arguments],
+                env=environment,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     @property
-    def output(self) -> str:
-        return "".join(self._lines)
+    def is_running(self) -> bool:
+        return self._process.poll() is None
 
-    def read_until(self, text: str) -> None:
-        for line in self._process.stdout:
-            self._lines.append(line)
-            if text in line:
-                return
-        raise AssertionError(f"ended without {text!r}:\n{self.output}")
+    @property
+    def output(self) -> str:
+        return self._log.read_text()
+
+    def read_until(self, text: str, timeout_s: float = 300.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while text not in self.output:
+            assert self.is_running, f"ended without {text!r}:\n{self.output}"
+            assert time.monotonic() < deadline, f"no {text!r} in time:\n{self.output}"
+            time.sleep(0.05)
 
     def wait(self, timeout_s: float = 300.0) -> int:
-        """Read to the end; returns the exit code."""
-        self._lines.append(self._process.communicate(timeout=timeout_s)[0])
-        return self._process.returncode
+        """Returns the exit code."""
+        return self._process.wait(timeout_s)
 
 
 @pytest.fixture
@@ -136,9 +140,12 @@ def train(marked_processes, tmp_path: Path) -> Callable[..., Training]:
     """Starts the arithmetic example with overrides, in `tmp_path`, findable by its marker."""
 
     def start(*overrides: str) -> Training:
-        config = str(EXAMPLES / "arithmetic.yaml")
         return Training(
-            marked_processes.environment, config, f"runs_dir={tmp_path / 'runs'}", *overrides
+            tmp_path / "said.txt",
+            marked_processes.environment,
+            str(EXAMPLES / "arithmetic.yaml"),
+            f"runs_dir={tmp_path / 'runs'}",
+            *overrides,
         )
 
     return start

@@ -15,8 +15,7 @@ from areal_ray.training.model import CausalModel
 from areal_ray.training.packing import LearnedSequence, pack
 from areal_ray.types import Completion, GenerationRequest, GenerationResult, Sampling
 from areal_ray.weights.layout import TensorSpec, WeightManifest
-from areal_ray.weights.transport import GroupMember
-from areal_ray.weights.update import WeightUpdate
+from areal_ray.weights.update import GroupMember, WeightUpdate
 
 
 def requests(prefix: str, count: int, sampling: Sampling, n: int = 4) -> list[GenerationRequest]:
@@ -34,7 +33,7 @@ def requests(prefix: str, count: int, sampling: Sampling, n: int = 4) -> list[Ge
 
 def generate(live, asked: list[GenerationRequest], engine: int = 0) -> list[GenerationResult]:
     async def all_of_them():
-        handle = live.crew.engines[engine]
+        handle = live.crew.engines[f"engine-{engine}"]
         return await asyncio.gather(*(handle.generate.remote(request) for request in asked))
 
     return live.run(all_of_them())
@@ -101,7 +100,7 @@ def test_after_a_weight_update_every_engine_answers_greedily_as_the_trainer(
 def test_requests_in_flight_over_updates_carry_the_versions_in_order(live) -> None:
     async def generate_while_updating() -> list[GenerationResult]:
         long = Sampling(max_new_tokens=24, temperature=1.0)
-        handle = live.crew.engines[0]
+        handle = live.crew.engines["engine-0"]
         calls = [handle.generate.remote(r) for r in requests("flight", 64, long, n=8)]
         for _ in range(4):
             live.version += 1
@@ -133,7 +132,7 @@ def test_an_update_that_fails_leaves_the_old_version_serving_and_the_next_one_wo
             tensors=(TensorSpec(name="x", dtype="float32", shape=(4,)),), bucket_bytes=64
         ),
     )
-    engine = live.crew.engines[0]
+    engine = live.crew.engines["engine-0"]
     live.run(engine.stage_weights.remote(msgspec.msgpack.encode(nowhere)))
     with pytest.raises(WeightUpdateError) as failed:
         live.run(live.crew.update_weights(live.version + 1))

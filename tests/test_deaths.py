@@ -1,0 +1,226 @@
+"""Whatever dies, by real signals to real processes: nothing is lost, nothing is used twice."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from ray.actor import ActorHandle
+from rehearsing import PROMPTS, RehearsedCrew, pid_of, run, simulated
+
+from areal_ray.errors import PoolError
+from areal_ray.generation.faults import Die, Wedge
+from areal_ray.tasks import guarded
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+STEPS = 10
+STRICT = {"workers": 2, "order": "strict"}
+"""In this order no group grows too old: what expires was lost with the queue."""
+
+
+@pytest.fixture
+def rehearse(tiny_model: Path, tmp_path: Path) -> Callable[..., RehearsedCrew]:
+    """Two engines, slow enough that groups are always in flight."""
+    return partial(
+        RehearsedCrew,
+        tiny_model,
+        tmp_path,
+        engine=simulated(tokens_per_s=100.0, mean_tokens=15.0),
+        generation={"engines": 2, "max_new_tokens": 40, "suspect_after_s": 1, "dead_after_s": 3},
+        rollout={"workers": 2},
+    )
+
+
+async def kill(actor: ActorHandle, how: signal.Signals = signal.SIGKILL) -> int:
+    pid = await pid_of(actor)
+    os.kill(pid, how)
+    return pid
+
+
+async def all_is_well(rehearsal: RehearsedCrew) -> None:
+    """Every group is somewhere, none was used twice, and all who should serve do."""
+
+    async def everybody_serves() -> None:
+        while True:
+            rollout, _ = await rehearsal.crew.status()
+            members = [*rollout.engines, *rollout.workers]
+            if members and all(member.state == "serving" for member in members):
+                return
+            await asyncio.sleep(0.05)
+
+    await guarded(everybody_serves(), rehearsal.crew.watch())
+    await rehearsal.until(lambda c: c.running == 0, "the last groups to end")
+    counts = await rehearsal.counts()
+    _, queue = await rehearsal.crew.status()
+    assert len(rehearsal.trained) == len(set(rehearsal.trained)) == rehearsal.version * 4
+    # All that was accepted is trained on or waits: nothing else holds a place in the ledger.
+    assert counts.accepted == len(rehearsal.trained) + queue.waiting_groups
+    ended = counts.accepted + counts.filtered + counts.failed + counts.expired
+    assert counts.submitted == ended
+    # Full capacity: (max_staleness + version + 1) * batch groups were let in.
+    assert counts.accepted == (1 + rehearsal.version + 1) * 4
+    assert counts.failed == 0
+
+
+def test_an_engine_process_killed_in_flight_loses_no_group(rehearse) -> None:
+    async def scenario() -> None:
+        async with rehearse() as rehearsal:
+            working = asyncio.ensure_future(rehearsal.steps(STEPS))
+            await rehearsal.step_reached(2)
+            await kill(rehearsal.crew.engines["engine-0"])
+            await working
+            await all_is_well(rehearsal)
+            rollout, _ = await rehearsal.crew.status()
+            assert [engine.incarnation for engine in rollout.engines] == [2, 1]
+
+    run(scenario())
+
+
+def test_an_engine_that_dies_inside_its_actor_is_replaced(rehearse) -> None:
+    async def scenario() -> None:
+        async with rehearse() as rehearsal:
+            working = asyncio.ensure_future(rehearsal.steps(STEPS))
+            await rehearsal.step_reached(2)
+            await rehearsal.inject("engine-1", Die())
+            await working
+            await all_is_well(rehearsal)
+            rollout, _ = await rehearsal.crew.status()
+            assert [engine.incarnation for engine in rollout.engines] == [1, 2]
+
+    run(scenario())
+
+
+def test_an_engine_that_answers_nothing_any_more_is_found_and_replaced(rehearse) -> None:
+    async def scenario() -> None:
+        async with rehearse() as rehearsal:
+            working = asyncio.ensure_future(rehearsal.steps(STEPS))
+            await rehearsal.step_reached(2)
+            await rehearsal.inject("engine-0", Wedge())
+            await working
+            await all_is_well(rehearsal)
+            rollout, _ = await rehearsal.crew.status()
+            assert rollout.engines[0].incarnation == 2
+            assert rollout.engines[0].cause.startswith("no answer for 3.")
+
+    run(scenario())
+
+
+def test_a_stopped_engine_process_is_killed_and_replaced(rehearse) -> None:
+    async def scenario() -> None:
+        async with rehearse() as rehearsal:
+            working = asyncio.ensure_future(rehearsal.steps(STEPS))
+            await rehearsal.step_reached(2)
+            pid = await kill(rehearsal.crew.engines["engine-0"], signal.SIGSTOP)
+            await working
+            await all_is_well(rehearsal)
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+
+    run(scenario())
+
+
+def test_a_worker_killed_in_flight_loses_no_group(rehearse) -> None:
+    async def scenario() -> None:
+        async with rehearse() as rehearsal:
+            working = asyncio.ensure_future(rehearsal.steps(STEPS))
+            await rehearsal.step_reached(2)
+            await kill(rehearsal.workers["worker-0"])
+            await rehearsal.step_reached(5)
+            await kill(rehearsal.workers["worker-1"])
+            await working
+            await all_is_well(rehearsal)
+
+    run(scenario())
+
+
+def test_a_killed_queue_comes_back_and_what_it_held_is_rolled_out_again(rehearse) -> None:
+    async def scenario() -> None:
+        async with rehearse(step_s=0.2, rollout=STRICT) as rehearsal:
+            await rehearsal.until(lambda c: c.accepted == 8 and not c.running, "8 groups")
+            await kill(rehearsal.crew.queue)
+            await rehearsal.steps(STEPS)
+            await all_is_well(rehearsal)
+            # Nothing was in training: all eight were lost with the queue, and drawn again.
+            assert (await rehearsal.counts()).expired == 8
+            assert min(rehearsal.trained) == 8
+
+    run(scenario())
+
+
+def test_a_queue_killed_while_a_batch_is_trained_on_gives_no_group_twice(rehearse) -> None:
+    async def scenario() -> None:
+        async with rehearse(step_s=1.0, rollout=STRICT) as rehearsal:
+            await rehearsal.until(lambda c: c.accepted == 8 and not c.running, "8 groups")
+            working = asyncio.ensure_future(rehearsal.steps(4))
+            while (await rehearsal.crew.queue.status.remote()).waiting_groups > 4:
+                await asyncio.sleep(0.01)
+            await kill(rehearsal.crew.queue)
+            await working
+            await all_is_well(rehearsal)
+            # Four were in the trainer's hands, and are trained on; four were lost.
+            assert (await rehearsal.counts()).expired == 4
+
+    run(scenario())
+
+
+def test_a_killed_controller_goes_on_from_its_journal(rehearse) -> None:
+    async def scenario() -> None:
+        async with rehearse() as rehearsal:
+            working = asyncio.ensure_future(rehearsal.steps(STEPS))
+            for version in (2, 5):
+                await rehearsal.step_reached(version)
+                before = await rehearsal.counts()
+                await kill(rehearsal.crew.controller)
+                after = await rehearsal.counts()
+                assert after.submitted >= before.submitted
+                assert after.version >= before.version
+            await working
+            await all_is_well(rehearsal)
+            # The engines were left alone: they hold the weights, and had work all the while.
+            rollout, _ = await rehearsal.crew.status()
+            assert [engine.incarnation for engine in rollout.engines] == [1, 1]
+
+    run(scenario())
+
+
+def test_an_evaluation_outlives_the_engine_the_worker_and_the_controller(rehearse) -> None:
+    async def scenario() -> None:
+        async with rehearse(reward=lambda prompt, completion: 1.0) as rehearsal:
+            watching = asyncio.ensure_future(rehearsal.crew.watch())
+            evaluating = asyncio.ensure_future(rehearsal.crew.evaluate(PROMPTS))
+            await kill(rehearsal.crew.engines["engine-0"])
+            await kill(rehearsal.workers["worker-0"])
+            await kill(rehearsal.crew.controller)
+            evaluation = await evaluating
+            assert (evaluation.prompts, evaluation.mean_reward) == (40, 1.0)
+            watching.cancel()
+
+    run(scenario())
+
+
+def test_when_no_engine_is_left_the_run_ends_and_names_the_cause(rehearse) -> None:
+    async def scenario() -> None:
+        async with rehearse(
+            generation={
+                "engines": 2,
+                "restart_engines": False,
+                "suspect_after_s": 1,
+                "dead_after_s": 3,
+            }
+        ) as rehearsal:
+            await kill(rehearsal.crew.engines["engine-0"])
+            await rehearsal.inject("engine-1", Die())
+            await rehearsal.crew.watch()
+
+    with pytest.raises(PoolError) as ended:
+        run(scenario(), timeout_s=40)
+    message = str(ended.value)
+    assert "0 engines are left, fewer than the 1 that are needed" in message
+    assert "engine-0: ActorUnavailableError" in message
+    assert "engine-1: EngineNotServing" in message

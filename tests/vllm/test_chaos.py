@@ -1,0 +1,109 @@
+"""Real vLLM, real signals: whatever dies, the run goes on, is right, and reaches its goal."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.vllm.conftest import Training
+
+RECOVERY_TIMEOUT_S = 120.0
+FAST_CARE = (
+    "generation.probe_every_s=0.5",
+    "generation.suspect_after_s=3",
+    "generation.dead_after_s=8",
+    "generation.progress_every_s=0.2",
+)
+
+
+class Watched:
+    """A run whose metrics are read while it goes on."""
+
+    def __init__(self, training: Training, run_dir: Path) -> None:
+        self._training = training
+        self._metrics = run_dir / "metrics.jsonl"
+
+    def steps(self) -> list[dict]:
+        if not self._metrics.exists():
+            return []
+        lines = self._metrics.read_text().splitlines()
+        return [record for line in lines if (record := json.loads(line))["kind"] == "step"]
+
+    def until(self, condition: Callable[[list[dict]], object], what: str) -> None:
+        deadline = time.monotonic() + RECOVERY_TIMEOUT_S
+        while not condition(self.steps()):
+            assert self._training.is_running, self._training.output
+            assert time.monotonic() < deadline, f"{what}: {self.steps()[-3:]}"
+            time.sleep(0.05)
+
+    def until_recovered(self, after: int) -> None:
+        """A step later than `after` saw an engine missing, or it was back at once; now all serve,
+        and steps are taken."""
+        self.until(
+            lambda steps: len(steps) >= after + 3 and steps[-1]["engines"] == 2, "both engines"
+        )
+
+
+def test_killed_and_wedged_processes_cost_no_group_and_the_goal_is_reached(
+    train, marked_processes, tmp_path: Path
+) -> None:
+    training = train(
+        "steps=600", "evaluation.every=200", "rollout.workers=2", "goal=0.9", *FAST_CARE
+    )
+    run_dir = tmp_path / "runs" / "arithmetic"
+    run = Watched(training, run_dir)
+    run.until(lambda steps: len(steps) >= 3, "the first steps")
+
+    def strike(process: str, how: signal.Signals) -> None:
+        before = len(run.steps())
+        victim = marked_processes.named(process)[0]
+        os.kill(victim, how)
+        run.until_recovered(before)
+        deadline = time.monotonic() + RECOVERY_TIMEOUT_S
+        while victim in marked_processes.alive():
+            assert time.monotonic() < deadline, f"{process} {victim} still lives"
+            time.sleep(0.1)
+
+    strike("VLLM::EngineCore", signal.SIGKILL)
+    strike("ray::GenerationActor", signal.SIGKILL)
+    strike("ray::RolloutWorker", signal.SIGKILL)
+    strike("VLLM::EngineCore", signal.SIGSTOP)
+
+    assert training.wait() == 0, training.output
+    assert "goal reached" in training.output
+    samples = Counter(
+        (record["step"], record["group"])
+        for line in (run_dir / "rollouts.jsonl").read_text().splitlines()
+        if (record := json.loads(line))
+    )
+    groups = Counter(group for _, group in samples)
+    assert set(groups.values()) == {1}, "a group was trained on twice"
+    steps = run.steps()
+    assert len(groups) == 64 * len(steps)
+    assert set(samples.values()) == {8}
+    assert all(step["groups_failed"] == 0 for step in steps)
+    assert steps[-1]["engines"] == 2
+    # What the deaths cost: some groups grew too old while an engine was missing, no more.
+    assert max(step["staleness_max"] for step in steps) <= 2
+
+
+def test_with_no_engine_left_the_run_ends_within_a_minute_and_says_why(
+    train, marked_processes, tmp_path: Path
+) -> None:
+    training = train("steps=600", "goal=null", "generation.restart_engines=false", *FAST_CARE)
+    run = Watched(training, tmp_path / "runs" / "arithmetic")
+    run.until(lambda steps: len(steps) >= 2, "the first steps")
+    for victim in marked_processes.named("VLLM::EngineCore"):
+        os.kill(victim, signal.SIGKILL)
+    began = time.monotonic()
+    assert training.wait(timeout_s=60.0) != 0
+    assert time.monotonic() - began < 60.0
+    last_lines = training.output.splitlines()[-4:]
+    assert any("0 engines are left, fewer than the 1" in line for line in last_lines), last_lines
+    assert any("engine-0" in line for line in last_lines)
+    assert any("engine-1" in line for line in last_lines)
