@@ -6,7 +6,8 @@
 
 When the queue dies it takes along what it held. A batch that is whole here by the time the
 controller asks is trained on; one that is not is never used, since its prompts are drawn again.
-So no group is lost, and none is trained on twice.
+So no group is lost, and none is trained on twice. Before the next batch is asked for, the
+controller has been told what was trained on: until then a batch that is done counts as here.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Batches:
 
     async def next(self, version: WeightVersion) -> Batch:
         """The next batch that is fresh enough at this version. Waits for it."""
+        self._in_hand = None
         while True:
             try:
                 lease: Lease = await self._queue.get_batch.remote(version)
@@ -55,11 +57,12 @@ class Batches:
 
     async def done(self, batch: Batch) -> None:
         """It was learnt from."""
-        await self._end(batch, self._queue.acknowledge.remote)
+        await self._tell(self._queue.acknowledge.remote, batch.lease)
 
     async def give_back(self, batch: Batch) -> None:
         """It was not: its groups go first the next time."""
-        await self._end(batch, self._queue.release.remote)
+        self._in_hand = None
+        await self._tell(self._queue.release.remote, batch.lease)
 
     def queue_restarted(self, incarnation: str) -> list[int]:
         """From now on only batches of this incarnation are used, and the one that is here
@@ -67,9 +70,8 @@ class Batches:
         self._incarnation = incarnation
         return [] if self._in_hand is None else self._in_hand.group_ids
 
-    async def _end(self, batch: Batch, tell: Callable[[str, int], Awaitable[None]]) -> None:
-        self._in_hand = None
+    async def _tell(self, tell: Callable[[str, int], Awaitable[None]], lease: Lease) -> None:
         try:
-            await tell(batch.lease.incarnation, batch.lease.lease_id)
+            await tell(lease.incarnation, lease.lease_id)
         except ActorUnavailableError:
             logs.warning("the queue died with a batch on loan: there is no lease to end any more")

@@ -28,10 +28,10 @@ class Bookkeeper:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._turn = asyncio.Lock()
 
-    async def open(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> RolloutBook:
+    async def read(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> RolloutBook:
         """The book as the journal has it, or an empty one if there is no journal yet."""
         source = PromptSource(prompts, seed=seed, shuffle=shuffle)
-        self.book = await self._off_loop(self._read, source)
+        self.book = await self._off_loop(self._reread, source)
         return self.book
 
     async def write(self) -> None:
@@ -43,7 +43,7 @@ class Bookkeeper:
             elif events := self.book.take_events():
                 await self._off_loop(self._journal.append, events)
 
-    def _read(self, source: PromptSource) -> RolloutBook:
+    def _reread(self, source: PromptSource) -> RolloutBook:
         state, events = self._journal.read() or (None, [])
         book = RolloutBook(source, state=state, **self._limits)
         book.replay(events)

@@ -9,10 +9,16 @@ from typing import TypeVar
 from ray.exceptions import ActorUnavailableError
 
 from areal_ray.deadlines import within
+from areal_ray.errors import NotReady
 
 T = TypeVar("T")
 
 RETRY_EVERY_S = 0.2
+ASK_TIMEOUT_S = 60.0
+"""For an answer that should come at once."""
+
+ON_ITS_WAY_BACK = (ActorUnavailableError, NotReady)
+"""What a call raises while its actor is being restarted, or has yet to be told what to do."""
 
 
 async def until_back(
@@ -28,7 +34,7 @@ async def until_back(
         while True:
             try:
                 return await call()
-            except ActorUnavailableError:
+            except ON_ITS_WAY_BACK:
                 await asyncio.sleep(RETRY_EVERY_S)
 
     return await within(timeout_s, again_and_again(), who=who, doing=doing)

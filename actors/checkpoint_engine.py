@@ -21,6 +21,7 @@ from areal_ray import logs
 from areal_ray.deadlines import within
 from areal_ray.errors import WeightUpdateError, described
 from areal_ray.generation.engine import CommitReport
+from areal_ray.observability.loop_health import LoopHealth, LoopReport
 from areal_ray.types import WeightVersion
 from areal_ray.weights.update import GroupMember, WeightUpdate
 
@@ -53,6 +54,7 @@ class UpdateReport(msgspec.Struct, frozen=True):
     staged_s: float
     longest_pause_s: float
     lost: list[LostEngine]
+    loop: LoopReport
 
 
 @ray.remote(max_concurrency=64)
@@ -74,6 +76,8 @@ class CheckpointEngineManager:
         self._groups_made = 0
         self._group_of: tuple[str, ...] = ()
         self._one_at_a_time = asyncio.Lock()
+        self._loop_health = LoopHealth(who="the checkpoint engine manager")
+        self._loop_health.start()
 
     async def sync(self, engine: EngineMember) -> None:
         """Give one engine the trainer's weights; from then on it takes part in every update."""
@@ -107,6 +111,7 @@ class CheckpointEngineManager:
                 staged_s=staged_s,
                 longest_pause_s=max(pauses, default=0.0),
                 lost=lost,
+                loop=self._loop_health.report(),
             )
 
     async def _stage_on_all(

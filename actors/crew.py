@@ -15,10 +15,9 @@ from pathlib import Path
 import msgspec
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorUnavailableError
 
 from areal_ray import logs
-from areal_ray.actors.calls import until_back
+from areal_ray.actors.calls import ASK_TIMEOUT_S, ON_ITS_WAY_BACK, until_back
 from areal_ray.actors.checkpoint_engine import CheckpointEngineManager, UpdateReport
 from areal_ray.actors.crew_specs import (
     Task,
@@ -42,7 +41,6 @@ from areal_ray.placement import Reservation, Slot, engine_plan, reserve
 from areal_ray.types import Prompt, WeightVersion
 
 CLOSE_TIMEOUT_S = 20.0
-ASK_TIMEOUT_S = 60.0
 MAX_CONTROL_RESTARTS = 16
 """Of the controller and of the queue, each: beyond that, something kills them on purpose."""
 
@@ -70,7 +68,7 @@ class Crew:
         self._rehearsal = rehearsal
         self._task = task
         self._model_path = model_path
-        self._prompts = ray.put(task.prompts)
+        self._prompts: ray.ObjectRef | None = None
         self._has_started = False
         self._engines_made = 0
         self._engines: dict[str, _Engine] = {}
@@ -128,6 +126,7 @@ class Crew:
     async def start(self, say: Callable[[str], None] = lambda _: None) -> None:
         """Engines, workers and trainer side by side (the trainer with its supervised phase);
         then the engines get its weights, and rollout begins. `say` hears what is done."""
+        self._prompts = await asyncio.to_thread(ray.put, self._task.prompts)
         await self._attach()
         # A start that fails ends the wait for the others.
         watching = asyncio.ensure_future(self.watch())
@@ -204,7 +203,7 @@ class Crew:
         while True:
             try:
                 await self.controller.watch.remote()
-            except ActorUnavailableError:
+            except ON_ITS_WAY_BACK:
                 logs.warning("the controller was restarted, and goes on from its journal")
                 await self._attach()
 
@@ -287,20 +286,20 @@ class Crew:
             await asyncio.to_thread(engine.seat.release)
 
     async def _attach(self) -> None:
-        controller = self.controller
-        await self._ask_controller(
-            lambda: controller.attach.remote(self._prompts, self.queue, self.trainer)
-        )
-        await self._ask_controller(
-            lambda: controller.keep.remote(
+        """Tell the controller all that there is: from the beginning, if it dies meanwhile."""
+
+        async def tell() -> None:
+            await self.controller.attach.remote(self._prompts, self.queue, self.trainer)
+            await self.controller.keep.remote(
                 list(self.engines.items()),
                 list(self._workers.items()),
                 worker_spec(self._config, self._task, self._model_path),
                 self.manager,
             )
-        )
-        if self._has_started:
-            await self._ask_controller(self.controller.start.remote)
+            if self._has_started:
+                await self.controller.start.remote()
+
+        await self._ask_controller(tell)
 
     async def _start(self, say: Callable[[str], None]) -> None:
         await self._start_trainer(say)

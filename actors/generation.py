@@ -55,8 +55,9 @@ class GenerationActor:
     async def progress(self, known: dict[str, list[int]]) -> dict[str, list[Completion]]:
         return self._engine.progress(known)
 
-    async def probe(self) -> None:
+    async def probe(self) -> LoopReport:
         await self._named(self._engine.probe())
+        return self._loop_health.report()
 
     async def stage_weights(self, encoded_update: bytes) -> None:
         await self._named(self._engine.stage_weights(encoded_update))
@@ -70,9 +71,6 @@ class GenerationActor:
     async def until_death(self) -> None:
         """Never returns: the call ends with the process, and so tells when that is gone."""
         await asyncio.Event().wait()
-
-    async def loop_report(self) -> LoopReport:
-        return self._loop_health.report()
 
     async def close(self) -> None:
         self._loop_health.close()

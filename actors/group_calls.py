@@ -11,18 +11,17 @@ from typing import Literal
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
+from areal_ray.actors.calls import ASK_TIMEOUT_S
 from areal_ray.actors.pool import ActorPool
 from areal_ray.actors.rollout_worker import Assignment
 from areal_ray.changes import Changes
 from areal_ray.deadlines import within
-from areal_ray.errors import DeadlineExceeded, WorkerNotReady
+from areal_ray.errors import DeadlineExceeded, NotReady
 from areal_ray.routing import Lease
 from areal_ray.types import GroupOutcome, GroupSummary, Prompt, Sampling
 
-WORKER_GONE = (ActorUnavailableError, ActorDiedError, WorkerNotReady)
+WORKER_GONE = (ActorUnavailableError, ActorDiedError, NotReady)
 """What a call raises when its worker died: the group can be given to another."""
-
-ASK_TIMEOUT_S = 60.0
 
 
 class GroupCalls:

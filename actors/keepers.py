@@ -6,14 +6,14 @@ import asyncio
 
 from ray.actor import ActorHandle
 
-from areal_ray.actors.calls import until_back
+from areal_ray.actors.calls import ASK_TIMEOUT_S, until_back
 from areal_ray.actors.checkpoint_engine import EngineMember
 from areal_ray.actors.generation import Started
 from areal_ray.actors.rollout_worker import WorkerSpec
 from areal_ray.deadlines import within
+from areal_ray.observability.loop_health import LoopReport
 
 WORKER_START_TIMEOUT_S = 300.0
-ASK_TIMEOUT_S = 60.0
 PROCESS_TIMEOUT_S = 300.0
 
 
@@ -65,8 +65,8 @@ class EngineKeeper:
             doing="getting the current weights (weights.timeout_s)",
         )
 
-    async def prove(self, name: str, handle: ActorHandle) -> None:
-        await handle.probe.remote()
+    async def prove(self, name: str, handle: ActorHandle) -> LoopReport:
+        return await handle.probe.remote()
 
     async def lost(self, name: str) -> None:
         self._started.pop(name, None)
@@ -103,8 +103,8 @@ class WorkerKeeper:
     async def sync(self, name: str, handle: ActorHandle) -> None:
         pass
 
-    async def prove(self, name: str, handle: ActorHandle) -> None:
-        await handle.is_there.remote()
+    async def prove(self, name: str, handle: ActorHandle) -> LoopReport:
+        return await handle.probe.remote()
 
     async def lost(self, name: str) -> None:
         pass

@@ -23,6 +23,7 @@ from areal_ray.changes import Changes
 from areal_ray.deadlines import within
 from areal_ray.errors import DeadlineExceeded, PoolError, described
 from areal_ray.fleet import Fleet, MemberStatus
+from areal_ray.observability.loop_health import LoopReport
 from areal_ray.routing import Balancer
 from areal_ray.tasks import TaskRunner
 
@@ -40,8 +41,8 @@ class Keeper(Protocol):
     async def sync(self, name: str, handle: ActorHandle) -> None:
         """Give it what the others have, so that it can serve."""
 
-    async def prove(self, name: str, handle: ActorHandle) -> None:
-        """Returns once it has shown that it works."""
+    async def prove(self, name: str, handle: ActorHandle) -> LoopReport:
+        """Returns once it has shown that it works, and tells how its event loop does."""
 
     async def lost(self, name: str) -> None:
         """It does not serve any more."""
@@ -72,6 +73,7 @@ class ActorPool:
         )
         self._balancer: Balancer[ActorHandle] = Balancer()
         self._handles: dict[str, ActorHandle] = {}
+        self._loops: dict[str, LoopReport] = {}
         self._doubts: dict[str, asyncio.Event] = {}
         self._condemned: dict[str, str] = {}
         self._changed = Changes()
@@ -88,6 +90,11 @@ class ActorPool:
     @property
     def handles(self) -> dict[str, ActorHandle]:
         return dict(self._handles)
+
+    @property
+    def loops(self) -> dict[str, LoopReport]:
+        """How late the event loop of each ran, when it last proved itself."""
+        return dict(self._loops)
 
     def add(self, name: str, handle: ActorHandle) -> None:
         """Look after it from now on. Telling it twice does no harm."""
@@ -176,7 +183,7 @@ class ActorPool:
                     self._balancer.exclude(name)
                 elif state == "dead":
                     raise DeadlineExceeded(name, "a proof of work", self._care.dead_after_s)
-            proof.result()
+            self._loops[name] = proof.result()
         finally:
             proof.cancel()
             await asyncio.gather(proof, return_exceptions=True)
@@ -188,15 +195,15 @@ class ActorPool:
     async def _bury(self, name: str, handle: ActorHandle, error: Exception) -> None:
         """Out of the routing; and if its process still stands, end it so that Ray restarts it."""
         never_served = not self._fleet.has_ever_served()
-        leaving = self._fleet.state(name) == "draining"
+        is_leaving = self._fleet.state(name) == "draining"
         cause = described(error)
-        self._fleet.failed(name, cause, for_good=leaving or isinstance(error, ActorDiedError))
+        self._fleet.failed(name, cause, for_good=isinstance(error, ActorDiedError))
         self._balancer.exclude(name)
         self._condemned.pop(name, None)
         logs.warning("{} is lost: {}", name, cause)
         if never_served and not isinstance(error, ActorUnavailableError):
             raise error
-        if not leaving:
+        if not is_leaving:
             self._end_if_too_few()
         await self._keeper.lost(name)
         if not isinstance(error, (ActorUnavailableError, ActorDiedError)):
@@ -234,5 +241,6 @@ class ActorPool:
     def _leave(self, name: str) -> None:
         self._fleet.remove(name)
         self._handles.pop(name)
+        self._loops.pop(name, None)
         self._doubts.pop(name).set()
         self._changed.notify()

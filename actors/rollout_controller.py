@@ -22,9 +22,9 @@ from ray.exceptions import ActorUnavailableError
 
 from areal_ray import logs
 from areal_ray.actors.bookkeeper import Bookkeeper
-from areal_ray.actors.calls import RETRY_EVERY_S, until_back
+from areal_ray.actors.calls import ASK_TIMEOUT_S, RETRY_EVERY_S, until_back
 from areal_ray.actors.checkpoint_engine import LostEngine
-from areal_ray.actors.group_calls import ASK_TIMEOUT_S, WORKER_GONE, GroupCalls
+from areal_ray.actors.group_calls import WORKER_GONE, GroupCalls
 from areal_ray.actors.keepers import EngineKeeper, WorkerKeeper
 from areal_ray.actors.pool import ActorPool, Care
 from areal_ray.actors.rollout_worker import WorkerSpec
@@ -32,7 +32,14 @@ from areal_ray.actors.trajectory_queue import QueueNews
 from areal_ray.changes import Changes
 from areal_ray.deadlines import within
 from areal_ray.error_budget import ErrorBudget, FailureKind
-from areal_ray.errors import DeadlineExceeded, FilteredOut, GroupTimedOut, WorkerLost, described
+from areal_ray.errors import (
+    DeadlineExceeded,
+    FilteredOut,
+    GroupTimedOut,
+    NotReady,
+    WorkerLost,
+    described,
+)
 from areal_ray.fleet import MemberStatus
 from areal_ray.observability.loop_health import LoopHealth, LoopReport
 from areal_ray.rollout_book import RolloutBook, Ticket
@@ -75,7 +82,8 @@ class RolloutStatus(msgspec.Struct, frozen=True):
     """Outstanding tokens, at most, of each engine."""
     workers: list[MemberStatus]
     failures: list[FailureKind]
-    loop: LoopReport
+    loops: dict[str, LoopReport]
+    """How late event loops run: this one, and those of engines and workers by their last word."""
 
 
 class Evaluation(msgspec.Struct, frozen=True):
@@ -88,7 +96,6 @@ class Evaluation(msgspec.Struct, frozen=True):
 class RolloutController:
     _queue: ActorHandle
     _trainer: ActorHandle
-    _book: RolloutBook
 
     def __init__(self, spec: ControllerSpec) -> None:
         self._spec = spec
@@ -113,13 +120,13 @@ class RolloutController:
             max_staleness=spec.max_staleness,
             max_concurrent=spec.max_concurrent_groups,
         )
-        self._is_attached = False
+        self._attached_book: RolloutBook | None = None
+        self._attaching = asyncio.Lock()
         self._queue_incarnation = ""
         self._to_drop: list[int] = []
         self._changed = Changes()
         self._filtered_in_a_row = 0
         self._evaluated = 0
-        self._generated_tokens = 0
         self._loop_health = LoopHealth(who="the rollout controller")
         self._loop_health.start()
 
@@ -130,13 +137,16 @@ class RolloutController:
 
         Not arguments of the constructor: those may be gone by the time Ray calls it again.
         """
-        if not self._is_attached:
+        async with self._attaching:
+            if self._attached_book is not None:
+                return
             self._queue, self._trainer = queue, trainer
             self._worker_keeper.queue = queue
-            self._book = await self._bookkeeper.open(
+            self._attached_book = await self._bookkeeper.read(
                 prompts, seed=self._spec.seed, shuffle=self._spec.shuffle
             )
-            self._is_attached = True
+            if self._book.is_paused:
+                self._groups.pause()
 
     async def keep(
         self,
@@ -146,6 +156,7 @@ class RolloutController:
         manager: ActorHandle,
     ) -> None:
         """Look after these from now on: they are brought up, and kept up."""
+        self._refuse_unless_attached()
         self._engine_keeper.manager = manager
         self._worker_keeper.spec = worker_spec
         for name, handle in workers:
@@ -155,6 +166,7 @@ class RolloutController:
 
     async def start(self) -> None:
         """The trainer has weights: sync the engines and begin to roll out. Returns at once."""
+        self._refuse_unless_attached()
         if not self._engine_keeper.weights_are_there.is_set():
             self._engine_keeper.weights_are_there.set()
             self._tasks.spawn(self._follow_queue, name="following the queue")
@@ -163,22 +175,29 @@ class RolloutController:
 
     async def until_engines_settled(self) -> None:
         """Wait until each engine serves, or is given up."""
+        self._refuse_unless_attached()
         await self._engines.until_settled()
 
     async def dismiss_engine(self, name: str) -> None:
         """Drain an engine; returns when nobody uses it any more."""
+        self._refuse_unless_attached()
         await self._engines.remove(name)
 
     async def watch(self) -> None:
         """Wait until something ends the run, and raise it."""
+        self._refuse_unless_attached()
         await self._tasks.failed()
 
     async def pause(self) -> None:
         """Start no new groups. Those that run go on, and are taken."""
+        self._book.pause(True)
         self._groups.pause()
+        await self._bookkeeper.write()
 
     async def resume(self) -> None:
+        self._book.pause(False)
         self._groups.resume()
+        await self._bookkeeper.write()
 
     async def commit_version(self, version: WeightVersion, lost: Sequence[LostEngine]) -> None:
         """All engines but the `lost` ones serve `version` from now on."""
@@ -197,18 +216,23 @@ class RolloutController:
 
     async def relocate(self, group_id: int, lost: str) -> tuple[str, ActorHandle]:
         """Another engine for a group whose engine is lost; waits until there is one."""
+        self._refuse_unless_attached()
         return await self._calls.relocate(group_id, lost)
 
     async def status(self) -> RolloutStatus:
         return RolloutStatus(
             ledger=self._book.counts,
-            generated_tokens=self._generated_tokens,
+            generated_tokens=self._book.generated_tokens,
             paused=self._groups.paused,
             engines=self._engines.statuses,
             engine_loads=self._engines.loads,
             workers=self._workers.statuses,
             failures=self._budget.failures,
-            loop=self._loop_health.report(),
+            loops={
+                "controller": self._loop_health.report(),
+                **self._workers.loops,
+                **self._engines.loops,
+            },
         )
 
     async def evaluate(self, prompts: Sequence[Prompt]) -> Evaluation:
@@ -231,6 +255,16 @@ class RolloutController:
         await self._tasks.close()
         await self._groups.close()
         self._loop_health.close()
+
+    @property
+    def _book(self) -> RolloutBook:
+        self._refuse_unless_attached()
+        return self._attached_book
+
+    def _refuse_unless_attached(self) -> None:
+        """A controller that was just restarted knows nothing, and must not answer as if it did."""
+        if self._attached_book is None:
+            raise NotReady("the controller was restarted, and is not attached yet")
 
     async def _dispatch(self) -> None:
         await self._changed.until(lambda: self._queue_incarnation)
@@ -318,15 +352,14 @@ class RolloutController:
             self._settle_failure(ticket, error)
             return
         self._budget.succeeded()
-        if outcome.summary is not None:
-            self._generated_tokens += outcome.summary.generated_tokens
         if not self._book.is_running(ticket.group_id):
             return  # the queue was first to tell: it has even expired there
+        tokens = 0 if outcome.summary is None else outcome.summary.generated_tokens
         if outcome.kind == "filtered":
-            self._settle_filtered(ticket.group_id)
+            self._settle_filtered(ticket.group_id, tokens)
             return
         self._filtered_in_a_row = 0
-        self._book.end(ticket.group_id, "accepted")
+        self._book.end(ticket.group_id, "accepted", tokens=tokens)
         if outcome.queue != self._queue_incarnation:
             # It was the last thing that a queue took before it died.
             self._book.expire(ticket.group_id)
@@ -340,8 +373,8 @@ class RolloutController:
         logs.warning("group {} failed: {}", ticket.group_id, described(error))
         self._budget.failed(f"group {ticket.group_id}", error)
 
-    def _settle_filtered(self, group_id: int) -> None:
-        self._book.end(group_id, "filtered")
+    def _settle_filtered(self, group_id: int, tokens: int) -> None:
+        self._book.end(group_id, "filtered", tokens=tokens)
         self._to_drop.append(group_id)
         self._filtered_in_a_row += 1
         if self._filtered_in_a_row > self._spec.max_filtered_in_a_row:

@@ -23,7 +23,7 @@ from areal_ray.actors.calls import until_back
 from areal_ray.actors.engine_calls import EngineCalls, EngineLost
 from areal_ray.actors.offers import NOT_WANTED, Offers
 from areal_ray.data.tokenizer import PromptTokenizer
-from areal_ray.errors import WorkerNotReady
+from areal_ray.errors import NotReady
 from areal_ray.generation.continuation import Continuation
 from areal_ray.observability.loop_health import LoopHealth, LoopReport
 from areal_ray.plugins import unpack
@@ -119,7 +119,11 @@ class RolloutWorker:
             )
 
     async def is_there(self) -> None:
-        """Answers as soon as there is a process, and for as long as its event loop runs."""
+        """Answers as soon as there is a process."""
+
+    async def probe(self) -> LoopReport:
+        """Answers for as long as the event loop runs."""
+        return self._loop_health.report()
 
     async def running(self) -> dict[int, str]:
         """The groups that run here, and the engine of each."""
@@ -153,9 +157,6 @@ class RolloutWorker:
     async def until_death(self) -> None:
         """Never returns: the call ends with the process, and so tells when that is gone."""
         await asyncio.Event().wait()
-
-    async def loop_report(self) -> LoopReport:
-        return self._loop_health.report()
 
     async def close(self) -> None:
         self._loop_health.close()
@@ -218,7 +219,7 @@ class RolloutWorker:
     @property
     def _own(self) -> _Equipment:
         if self._equipment is None:
-            raise WorkerNotReady(f"{self._name} was given work before it was started")
+            raise NotReady(f"{self._name} was given work before it was started")
         return self._equipment
 
     def _ended(self, group_id: int, task: asyncio.Task[GroupOutcome]) -> None:

@@ -45,6 +45,8 @@ class TrainReport(msgspec.Struct, frozen=True):
     """How long the trainer waited for its batch."""
     metrics: StepMetrics
     group_ids: list[int]
+    loop: LoopReport
+    """Of the trainer's event loop, when it had its batch."""
 
 
 class RolloutRecord(msgspec.Struct, frozen=True):
@@ -95,14 +97,19 @@ class TrainerActor:
         batch = await self._batches.next(version)
         waited_s = time.perf_counter() - began
         try:
-            metrics = await self._in_thread(lambda: self._train(batch.groups, step))
+            loop = self._loop_health.report()
+            report = await self._in_thread(
+                lambda: _report(
+                    step, version, batch.groups, waited_s, self._train(batch.groups, step), loop
+                )
+            )
         except BaseException:
             await self._batches.give_back(batch)
             raise
         await self._batches.done(batch)
         assert self._rollouts is not None
         self._rollouts.write((step, batch.groups))
-        return _report(step, version, batch.groups, waited_s, metrics)
+        return report
 
     async def queue_restarted(self, incarnation: str) -> list[int]:
         """The queue lost what it held. Returns the groups that are here, and will be used."""
@@ -130,9 +137,6 @@ class TrainerActor:
         """Export, and see that every rollout is in its file: raises if either is not."""
         await self.export(directory)
         await self.close()
-
-    async def loop_report(self) -> LoopReport:
-        return self._loop_health.report()
 
     async def close(self) -> None:
         self._loop_health.close()
@@ -184,6 +188,7 @@ def _report(
     groups: Sequence[TrajectoryGroup],
     waited_s: float,
     metrics: StepMetrics,
+    loop: LoopReport,
 ) -> TrainReport:
     trajectories = [t for group in groups for t in group.trajectories]
     staleness = version - np.concatenate([t.versions[t.response_mask] for t in trajectories])
@@ -196,6 +201,7 @@ def _report(
         waited_s=waited_s,
         metrics=metrics,
         group_ids=[group.group_id for group in groups],
+        loop=loop,
     )
 
 

@@ -74,8 +74,8 @@ class GroupTimedOut(ArealRayError):
     """A group took longer than `rollout.group_timeout_s`."""
 
 
-class WorkerNotReady(ArealRayError):
-    """A worker was asked that has just been restarted: another can be asked instead."""
+class NotReady(ArealRayError):
+    """An actor was asked that has just been restarted: ask it again, or ask another."""
 
 
 class WorkerLost(ArealRayError):

@@ -10,7 +10,8 @@ it keeps what it has and gets nothing new; an answer makes it serve again, and a
 of silence it is dead. A health flag stays green on a wedged process, so an answer must be proof
 of work. A dead member comes back only by way of syncing: it never serves weights of another
 version than the rest. Each start is an incarnation with a number, so that late news of the one
-before does no harm. One that fails to serve `max_failed_starts` times in a row is given up.
+before does no harm. One that fails to serve `max_failed_starts` times in a row is given up, and
+so is one that dies while it is leaving.
 
 Example: suspect_after_s 10, dead_after_s 30. Last answer at 100 s; at 111 s it is suspect, at
 131 s dead; `restart` makes incarnation 2 of it, which is starting.
@@ -155,7 +156,11 @@ class Fleet:
         if member.state in ("starting", "syncing"):
             member.failed_starts += 1
         member.cause = cause
-        member.given_up = not self._may_restart or (member.failed_starts >= self._max_failed_starts)
+        member.given_up = (
+            member.state == "draining"
+            or not self._may_restart
+            or member.failed_starts >= self._max_failed_starts
+        )
         member.state = "dead"
 
     def _move(self, name: str, allowed: tuple[State, ...], to: State) -> _Member:

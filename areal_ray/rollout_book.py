@@ -38,6 +38,7 @@ class Drawn(_Event, tag="drawn"):
 class Ended(_Event, tag="ended"):
     group_id: int
     how: Ending
+    tokens: int = 0
 
 
 class Expired(_Event, tag="expired"):
@@ -52,7 +53,11 @@ class Committed(_Event, tag="committed"):
     version: WeightVersion
 
 
-Event = Drawn | Ended | Expired | Trained | Committed
+class Paused(_Event, tag="paused"):
+    is_paused: bool
+
+
+Event = Drawn | Ended | Expired | Trained | Committed | Paused
 
 
 class BookState(msgspec.Struct, frozen=True):
@@ -62,6 +67,8 @@ class BookState(msgspec.Struct, frozen=True):
     counts: LedgerCounts
     running: dict[int, int]
     accepted: dict[int, int]
+    generated_tokens: int
+    is_paused: bool
     source: SourceState
 
 
@@ -87,12 +94,16 @@ class RolloutBook:
         self._next_group = 0
         self._running: dict[int, int] = {}
         self._accepted: dict[int, int] = {}
+        self.generated_tokens = 0
+        self.is_paused = False
         counts = None
         if state is not None:
             source.restore(state.source)
             self._next_group = state.next_group
             self._running = dict(state.running)
             self._accepted = dict(state.accepted)
+            self.generated_tokens = state.generated_tokens
+            self.is_paused = state.is_paused
             counts = state.counts
         self._ledger = StalenessLedger(
             batch=batch, max_staleness=max_staleness, max_concurrent=max_concurrent, counts=counts
@@ -122,6 +133,8 @@ class RolloutBook:
             counts=self._ledger.counts,
             running=dict(self._running),
             accepted=dict(self._accepted),
+            generated_tokens=self.generated_tokens,
+            is_paused=self.is_paused,
             source=self._source.state,
         )
 
@@ -139,10 +152,13 @@ class RolloutBook:
         self._events.append(Drawn(group_id, index))
         return Ticket(group_id, self._source[index])
 
-    def end(self, group_id: int, how: Ending) -> bool:
+    def end(self, group_id: int, how: Ending, *, tokens: int = 0) -> bool:
         """False if it failed, and its prompt too often to be tried again."""
+        if group_id not in self._running:
+            raise ValueError(f"group {group_id} is not running")
         index = self._running.pop(group_id)
-        self._events.append(Ended(group_id, how))
+        self._events.append(Ended(group_id, how, tokens))
+        self.generated_tokens += tokens
         if how == "accepted":
             self._ledger.accept()
             self._accepted[group_id] = index
@@ -172,6 +188,11 @@ class RolloutBook:
         self._ledger.commit(version)
         self._events.append(Committed(version))
 
+    def pause(self, is_paused: bool) -> None:
+        """Whether groups may start is not the book's business: it only remembers."""
+        self.is_paused = is_paused
+        self._events.append(Paused(is_paused))
+
     def take_events(self) -> list[Event]:
         events, self._events = self._events, []
         return events
@@ -179,17 +200,25 @@ class RolloutBook:
     def replay(self, events: Iterable[Event]) -> None:
         """Go through what a book before this one went through."""
         for event in events:
-            match event:
-                case Drawn(group_id, prompt):
-                    ticket = self.draw()
-                    if (ticket.group_id, self._running[ticket.group_id]) != (group_id, prompt):
-                        raise JournalError(f"it is of other prompts or another seed: {event}")
-                case Ended(group_id, how):
-                    self.end(group_id, how)
-                case Expired(group_id):
-                    self.expire(group_id)
-                case Trained(group_ids):
-                    self.trained(group_ids)
-                case Committed(version):
-                    self.commit(version)
+            try:
+                self._apply(event)
+            except ValueError as error:
+                raise JournalError(f"it tells of {event}, but {error}") from error
         self._events.clear()
+
+    def _apply(self, event: Event) -> None:
+        match event:
+            case Drawn(group_id, prompt):
+                ticket = self.draw()
+                if (ticket.group_id, self._running[ticket.group_id]) != (group_id, prompt):
+                    raise JournalError(f"it is of other prompts or another seed: {event}")
+            case Ended(group_id, how, tokens):
+                self.end(group_id, how, tokens=tokens)
+            case Expired(group_id):
+                self.expire(group_id)
+            case Trained(group_ids):
+                self.trained(group_ids)
+            case Committed(version):
+                self.commit(version)
+            case Paused(is_paused):
+                self.pause(is_paused)

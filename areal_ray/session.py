@@ -155,6 +155,11 @@ class Session:
     async def _record(self, report: TrainReport, update: UpdateReport) -> None:
         await self._crew.trained(report.group_ids)
         rollout, waiting = await self._crew.status()
+        loops = rollout.loops | {
+            "queue": waiting.loop,
+            "trainer": report.loop,
+            "manager": update.loop,
+        }
         now = time.monotonic()
         generated = rollout.generated_tokens - self._tokens_recorded
         record = StepRecord(
@@ -171,8 +176,7 @@ class Session:
             groups_expired=rollout.ledger.expired,
             groups_filtered=rollout.ledger.filtered,
             engines=sum(engine.state == "serving" for engine in rollout.engines),
-            controller_lag_p99_ms=rollout.loop.p99_ms,
-            queue_lag_p99_ms=waiting.loop.p99_ms,
+            loop_lag_p99_ms={who: round(loop.p99_ms, 2) for who, loop in loops.items()},
             waited_s=report.waited_s,
             train_s=report.metrics.seconds,
             staged_s=update.staged_s,

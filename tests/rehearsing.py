@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 
 import cloudpickle
@@ -40,6 +40,10 @@ def merged(base: dict, changes: dict) -> dict:
         else changes.get(key, base.get(key))
         for key in base | changes
     }
+
+
+async def nothing() -> None:
+    pass
 
 
 class RehearsedCrew:
@@ -112,9 +116,10 @@ class RehearsedCrew:
         await self.crew.close()
         await asyncio.to_thread(self._seats.release)
 
-    async def step(self) -> PacedReport:
-        """Train on a batch, and let the engines serve the next version."""
-        return await guarded(self._step(), self.crew.watch())
+    async def step(self, *, once_trained: Callable[[], Awaitable[None]] = nothing) -> PacedReport:
+        """Train on a batch, and let the engines serve the next version. `once_trained` is awaited
+        before anybody is told that the batch is trained on."""
+        return await guarded(self._step(once_trained), self.crew.watch())
 
     async def steps(self, count: int) -> None:
         for _ in range(count):
@@ -143,13 +148,42 @@ class RehearsedCrew:
             for index in range(self.config.rollout.workers)
         }
 
-    async def _step(self) -> PacedReport:
+    async def _step(self, once_trained: Callable[[], Awaitable[None]]) -> PacedReport:
         report = await self.crew.trainer.train_step.remote(self.version + 1, self.version)
         self.version += 1
         self.trained += report.group_ids
+        await once_trained()
         await self.crew.update_weights(self.version)
         await self.crew.trained(report.group_ids)
         return report
+
+    async def check_that_all_is_well(self, *, may_fail: bool = False) -> None:
+        """Every group is somewhere, none was used twice, and all who should serve do."""
+        await guarded(self._everybody_serves(), self.crew.watch())
+        await self.until(lambda c: c.running == 0, "the last groups to end")
+        batch, max_staleness = (
+            self.config.trainer.groups_per_step,
+            self.config.rollout.max_staleness,
+        )
+        rollout, queue = await self.crew.status()
+        counts = rollout.ledger
+        assert len(self.trained) == len(set(self.trained)) == self.version * batch
+        # All that was accepted is trained on or waits: nothing else holds a place in the ledger.
+        assert counts.accepted == len(self.trained) + queue.waiting_groups
+        ended = counts.accepted + counts.filtered + counts.failed + counts.expired
+        assert counts.submitted == ended
+        # Full capacity: no place is held by something that is gone.
+        assert counts.accepted == (max_staleness + self.version + 1) * batch
+        assert not any(rollout.engine_loads.values())
+        assert may_fail or counts.failed == 0
+
+    async def _everybody_serves(self) -> None:
+        while True:
+            rollout, _ = await self.crew.status()
+            members = [*rollout.engines, *rollout.workers]
+            if members and all(member.state == "serving" for member in members):
+                return
+            await asyncio.sleep(0.05)
 
     async def counts(self) -> LedgerCounts:
         rollout, _ = await self.crew.status()
@@ -162,7 +196,7 @@ class RehearsedCrew:
             while not condition(await self.counts()):
                 await asyncio.sleep(0.01)
 
-        await within(60, poll(), who="the ledger", doing=what)
+        await guarded(within(60, poll(), who="the ledger", doing=what), self.crew.watch())
         await asyncio.sleep(0.1)
         assert condition(await self.counts()), await self.counts()
 

@@ -15,7 +15,6 @@ from rehearsing import PROMPTS, RehearsedCrew, pid_of, run, simulated
 
 from areal_ray.errors import PoolError
 from areal_ray.generation.faults import Die, Wedge
-from areal_ray.tasks import guarded
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -43,31 +42,6 @@ async def kill(actor: ActorHandle, how: signal.Signals = signal.SIGKILL) -> int:
     return pid
 
 
-async def all_is_well(rehearsal: RehearsedCrew) -> None:
-    """Every group is somewhere, none was used twice, and all who should serve do."""
-
-    async def everybody_serves() -> None:
-        while True:
-            rollout, _ = await rehearsal.crew.status()
-            members = [*rollout.engines, *rollout.workers]
-            if members and all(member.state == "serving" for member in members):
-                return
-            await asyncio.sleep(0.05)
-
-    await guarded(everybody_serves(), rehearsal.crew.watch())
-    await rehearsal.until(lambda c: c.running == 0, "the last groups to end")
-    counts = await rehearsal.counts()
-    _, queue = await rehearsal.crew.status()
-    assert len(rehearsal.trained) == len(set(rehearsal.trained)) == rehearsal.version * 4
-    # All that was accepted is trained on or waits: nothing else holds a place in the ledger.
-    assert counts.accepted == len(rehearsal.trained) + queue.waiting_groups
-    ended = counts.accepted + counts.filtered + counts.failed + counts.expired
-    assert counts.submitted == ended
-    # Full capacity: (max_staleness + version + 1) * batch groups were let in.
-    assert counts.accepted == (1 + rehearsal.version + 1) * 4
-    assert counts.failed == 0
-
-
 def test_an_engine_process_killed_in_flight_loses_no_group(rehearse) -> None:
     async def scenario() -> None:
         async with rehearse() as rehearsal:
@@ -75,7 +49,7 @@ def test_an_engine_process_killed_in_flight_loses_no_group(rehearse) -> None:
             await rehearsal.step_reached(2)
             await kill(rehearsal.crew.engines["engine-0"])
             await working
-            await all_is_well(rehearsal)
+            await rehearsal.check_that_all_is_well()
             rollout, _ = await rehearsal.crew.status()
             assert [engine.incarnation for engine in rollout.engines] == [2, 1]
 
@@ -89,7 +63,7 @@ def test_an_engine_that_dies_inside_its_actor_is_replaced(rehearse) -> None:
             await rehearsal.step_reached(2)
             await rehearsal.inject("engine-1", Die())
             await working
-            await all_is_well(rehearsal)
+            await rehearsal.check_that_all_is_well()
             rollout, _ = await rehearsal.crew.status()
             assert [engine.incarnation for engine in rollout.engines] == [1, 2]
 
@@ -103,7 +77,7 @@ def test_an_engine_that_answers_nothing_any_more_is_found_and_replaced(rehearse)
             await rehearsal.step_reached(2)
             await rehearsal.inject("engine-0", Wedge())
             await working
-            await all_is_well(rehearsal)
+            await rehearsal.check_that_all_is_well()
             rollout, _ = await rehearsal.crew.status()
             assert rollout.engines[0].incarnation == 2
             assert rollout.engines[0].cause.startswith("no answer for 3.")
@@ -118,7 +92,7 @@ def test_a_stopped_engine_process_is_killed_and_replaced(rehearse) -> None:
             await rehearsal.step_reached(2)
             pid = await kill(rehearsal.crew.engines["engine-0"], signal.SIGSTOP)
             await working
-            await all_is_well(rehearsal)
+            await rehearsal.check_that_all_is_well()
             with pytest.raises(ProcessLookupError):
                 os.kill(pid, 0)
 
@@ -134,7 +108,7 @@ def test_a_worker_killed_in_flight_loses_no_group(rehearse) -> None:
             await rehearsal.step_reached(5)
             await kill(rehearsal.workers["worker-1"])
             await working
-            await all_is_well(rehearsal)
+            await rehearsal.check_that_all_is_well()
 
     run(scenario())
 
@@ -145,7 +119,7 @@ def test_a_killed_queue_comes_back_and_what_it_held_is_rolled_out_again(rehearse
             await rehearsal.until(lambda c: c.accepted == 8 and not c.running, "8 groups")
             await kill(rehearsal.crew.queue)
             await rehearsal.steps(STEPS)
-            await all_is_well(rehearsal)
+            await rehearsal.check_that_all_is_well()
             # Nothing was in training: all eight were lost with the queue, and drawn again.
             assert (await rehearsal.counts()).expired == 8
             assert min(rehearsal.trained) == 8
@@ -162,8 +136,25 @@ def test_a_queue_killed_while_a_batch_is_trained_on_gives_no_group_twice(rehears
                 await asyncio.sleep(0.01)
             await kill(rehearsal.crew.queue)
             await working
-            await all_is_well(rehearsal)
+            await rehearsal.check_that_all_is_well()
             # Four were in the trainer's hands, and are trained on; four were lost.
+            assert (await rehearsal.counts()).expired == 4
+
+    run(scenario())
+
+
+def test_a_queue_killed_when_a_batch_was_just_trained_on_does_not_lose_it(rehearse) -> None:
+    async def scenario() -> None:
+        async with rehearse(rollout=STRICT) as rehearsal:
+            await rehearsal.until(lambda c: c.accepted == 8 and not c.running, "8 groups")
+
+            async def queue_dies() -> None:
+                await kill(rehearsal.crew.queue)
+                await rehearsal.until(lambda c: c.expired == 4, "the loss of the other four")
+
+            await rehearsal.step(once_trained=queue_dies)
+            await rehearsal.steps(3)
+            await rehearsal.check_that_all_is_well()
             assert (await rehearsal.counts()).expired == 4
 
     run(scenario())
@@ -175,16 +166,37 @@ def test_a_killed_controller_goes_on_from_its_journal(rehearse) -> None:
             working = asyncio.ensure_future(rehearsal.steps(STEPS))
             for version in (2, 5):
                 await rehearsal.step_reached(version)
-                before = await rehearsal.counts()
+                before, _ = await rehearsal.crew.status()
                 await kill(rehearsal.crew.controller)
-                after = await rehearsal.counts()
-                assert after.submitted >= before.submitted
-                assert after.version >= before.version
+                after, _ = await rehearsal.crew.status()
+                assert after.ledger.submitted >= before.ledger.submitted
+                assert after.ledger.version >= before.ledger.version
+                assert after.generated_tokens >= before.generated_tokens > 0
             await working
-            await all_is_well(rehearsal)
+            await rehearsal.check_that_all_is_well()
             # The engines were left alone: they hold the weights, and had work all the while.
             rollout, _ = await rehearsal.crew.status()
             assert [engine.incarnation for engine in rollout.engines] == [1, 1]
+
+    run(scenario())
+
+
+def test_a_paused_controller_that_is_killed_stays_paused(rehearse) -> None:
+    async def scenario() -> None:
+        async with rehearse() as rehearsal:
+            watching = asyncio.ensure_future(rehearsal.crew.watch())
+            await rehearsal.until(lambda c: c.accepted == 8 and not c.running, "8 groups")
+            await rehearsal.crew.controller.pause.remote()
+            await kill(rehearsal.crew.controller)
+            rollout, _ = await rehearsal.crew.status()
+            assert rollout.paused
+            working = asyncio.ensure_future(rehearsal.step())
+            # Drawn, but not started: version 1 lets four more in.
+            await rehearsal.until(lambda c: c.running == 4 and c.accepted == 8, "a pause")
+            await rehearsal.crew.controller.resume.remote()
+            await working
+            await rehearsal.check_that_all_is_well()
+            watching.cancel()
 
     run(scenario())
 

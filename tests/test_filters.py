@@ -96,11 +96,8 @@ def test_a_rule_that_leads_nowhere_or_takes_no_group_is_refused(spec: str, messa
         load_filter(spec)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="what a coroutine function returns is true: it would keep every group"
-)
 def test_a_rule_that_must_be_awaited_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "awaited_rules.py"
     path.write_text("async def none(group):\n    return False\n")
-    with pytest.raises(PluginError):
+    with pytest.raises(PluginError, match="must answer at once: it is a coroutine function"):
         load_filter(f"{path}:none")

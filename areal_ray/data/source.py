@@ -14,8 +14,9 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from areal_ray.errors import DataError
+from areal_ray.errors import DataError, JournalError
 from areal_ray.plugins import load_function
 from areal_ray.types import Prompt
 
@@ -68,6 +69,7 @@ def _read_jsonl(path: Path) -> list[Prompt]:
 class SourceState(msgspec.Struct, frozen=True):
     """Where a `PromptSource` stands: with it, another one goes on just there."""
 
+    prompts: int
     epoch: int
     position: int
     first: list[int]
@@ -95,6 +97,7 @@ class PromptSource:
     @property
     def state(self) -> SourceState:
         return SourceState(
+            prompts=len(self._prompts),
             epoch=self._epoch,
             position=self._position,
             first=list(self._first),
@@ -103,6 +106,10 @@ class PromptSource:
         )
 
     def restore(self, state: SourceState) -> None:
+        if state.prompts != len(self._prompts):
+            raise JournalError(
+                f"it is of {state.prompts} prompts, not of these {len(self._prompts)}"
+            )
         self._epoch = state.epoch
         self._position = state.position
         self._order = self._order_of(state.epoch)
@@ -142,9 +149,9 @@ class PromptSource:
             self._position = 0
             self._order = self._order_of(self._epoch)
         self._position += 1
-        return self._order[self._position - 1]
+        return int(self._order[self._position - 1])
 
-    def _order_of(self, epoch: int) -> Sequence[int]:
+    def _order_of(self, epoch: int) -> range | NDArray[np.int64]:
         if not self._shuffle:
             return range(len(self._prompts))
-        return np.random.default_rng([self._seed, epoch]).permutation(len(self._prompts)).tolist()
+        return np.random.default_rng([self._seed, epoch]).permutation(len(self._prompts))

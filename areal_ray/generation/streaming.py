@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from areal_ray.errors import EngineError
-from areal_ray.types import Completion, FinishReason, WeightVersion
+from areal_ray.types import NOT_GENERATED, Completion, FinishReason, WeightVersion
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
@@ -56,11 +56,10 @@ def _sampled_logprobs(piece: CompletionOutput, token_ids: np.ndarray) -> np.ndar
 
 
 def _exact_versions(last: CompletionOutput, length: int) -> np.ndarray:
-    versions = np.empty(length, dtype=np.int32)
-    covered = 0
+    versions = np.full(length, NOT_GENERATED, dtype=np.int32)
     for span in last.weight_versions or ():
         versions[span.start : span.end] = int(span.version)
-        covered += span.end - span.start
-    if covered != length:
+    ends_at = max((span.end for span in last.weight_versions or ()), default=0)
+    if ends_at != length or (versions == NOT_GENERATED).any():
         raise EngineError("vLLM did not stamp every token with a weight version")
     return versions

@@ -26,9 +26,8 @@ class StepRecord(msgspec.Struct, frozen=True, tag="step", tag_field="kind"):
     groups_filtered: int
     engines: int
     """How many serve."""
-    controller_lag_p99_ms: float
-    """How late the controller's event loop runs, over the last ten minutes."""
-    queue_lag_p99_ms: float
+    loop_lag_p99_ms: dict[str, float]
+    """How late the event loop of each actor runs, over the last ten minutes."""
     waited_s: float
     train_s: float
     staged_s: float

@@ -16,7 +16,8 @@ LENGTH = struct.Struct("<Q")
 
 
 class SampleToScore(msgspec.Struct):
-    token_ids: list[int]
+    token_ids: bytes
+    """Of an int32 array: a list of so many numbers would hold up who encodes it."""
     text: str
     finish_reason: FinishReason
 

@@ -79,7 +79,7 @@ def _request(prompt: Prompt, completions: Sequence[Completion]) -> ScoreRequest:
         prompt=prompt,
         samples=[
             SampleToScore(
-                token_ids=completion.token_ids.tolist(),
+                token_ids=completion.token_ids.tobytes(),
                 text=completion.text,
                 finish_reason=completion.finish_reason,
             )

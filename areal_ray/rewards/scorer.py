@@ -77,11 +77,11 @@ async def _gather(
 
 
 def _completion(sample: SampleToScore) -> Completion:
-    count = len(sample.token_ids)
+    token_ids = np.frombuffer(sample.token_ids, dtype=np.int32)
     return Completion(
-        token_ids=np.asarray(sample.token_ids, dtype=np.int32),
-        logprobs=np.zeros(count, dtype=np.float32),
-        versions=np.zeros(count, dtype=np.int32),
+        token_ids=token_ids,
+        logprobs=np.zeros(len(token_ids), dtype=np.float32),
+        versions=np.zeros(len(token_ids), dtype=np.int32),
         finish_reason=sample.finish_reason,
         text=sample.text,
     )

@@ -44,4 +44,7 @@ def load_filter(spec: str) -> GroupFilter:
         inspect.signature(function).bind(None)
     except TypeError as error:
         raise PluginError(f"rollout.filter: {spec} must take a group: {error}") from error
+    if inspect.iscoroutinefunction(function):
+        # What it returns is true, whatever it would come to: every group would be kept.
+        raise PluginError(f"rollout.filter: {spec} must answer at once: it is a coroutine function")
     return function

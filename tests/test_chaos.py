@@ -1,0 +1,131 @@
+"""A seeded storm of faults over thousands of groups: at the end, every one is accounted for."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from rehearsing import RehearsedCrew, pid_of, run, simulated
+
+from areal_ray.generation.faults import Die, FailCommit, FailRequest, Slow, SpoilResult, Wedge
+from areal_ray.tasks import guarded
+
+pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
+
+ENGINES, WORKERS, BATCH = 4, 2, 32
+GROUPS = 3000
+FAULTS = 300
+
+# How often each fault comes, among a hundred. Those that end a process take seconds to mend.
+STORM = {
+    "fail a request": 26,
+    "spoil a result": 20,
+    "leave a completion out": 20,
+    "slow": 18,
+    "engine dies": 4,
+    "engine process killed": 4,
+    "engine wedges": 2,
+    "commit fails": 2,
+    "worker killed": 2,
+    "queue killed": 1,
+    "controller killed": 1,
+}
+INJECTED = {
+    "fail a request": FailRequest(),
+    "spoil a result": SpoilResult(how="nan_logprob"),
+    "leave a completion out": SpoilResult(how="missing_completion"),
+    "slow": Slow(factor=0.2, duration_s=1.0),
+    "engine dies": Die(),
+    "engine wedges": Wedge(),
+    "commit fails": FailCommit(),
+}
+
+
+class Storm:
+    def __init__(self, rehearsal: RehearsedCrew, seed: int) -> None:
+        self._rehearsal = rehearsal
+        self._rng = random.Random(seed)
+        self.struck: Counter[str] = Counter()
+
+    async def rage(self) -> None:
+        while self.struck.total() < FAULTS:
+            await asyncio.sleep(self._rng.uniform(0.02, 0.3))
+            (fault,) = self._rng.choices(list(STORM), weights=list(STORM.values()))
+            try:
+                await asyncio.wait_for(self._strike(fault), timeout=10)
+            except Exception:  # noqa: BLE001 - whoever was meant is down already
+                continue
+            self.struck[fault] += 1
+
+    async def _strike(self, fault: str) -> None:
+        crew = self._rehearsal.crew
+        engine = f"engine-{self._rng.randrange(ENGINES)}"
+        worker = f"worker-{self._rng.randrange(WORKERS)}"
+        if fault in INJECTED:
+            await self._rehearsal.inject(engine, INJECTED[fault])
+            return
+        victim = {
+            "engine process killed": crew.engines[engine],
+            "worker killed": self._rehearsal.workers[worker],
+            "queue killed": crew.queue,
+            "controller killed": crew.controller,
+        }[fault]
+        os.kill(await pid_of(victim), signal.SIGKILL)
+
+
+async def check_conservation(rehearsal: RehearsedCrew) -> None:
+    """At every moment that can be seen from outside."""
+    while True:
+        counts = await rehearsal.counts()
+        ended = counts.accepted + counts.filtered + counts.failed + counts.expired
+        assert counts.submitted == counts.running + ended, counts
+        assert counts.accepted + counts.running <= (2 + counts.version + 1) * BATCH, counts
+        await asyncio.sleep(0.02)
+
+
+def test_through_a_storm_of_faults_every_group_is_accounted_for(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    async def scenario() -> Counter[str]:
+        async with RehearsedCrew(
+            tiny_model,
+            tmp_path,
+            engine=simulated(tokens_per_s=150.0, mean_tokens=12.0),
+            generation={
+                "engines": ENGINES,
+                "max_new_tokens": 40,
+                "suspect_after_s": 1,
+                "dead_after_s": 3,
+            },
+            rollout={
+                "samples": 4,
+                "workers": WORKERS,
+                "max_staleness": 2,
+                "max_failed_groups": 10**6,
+                "order": "window",
+            },
+            trainer={"groups_per_step": BATCH},
+        ) as rehearsal:
+            storm = Storm(rehearsal, seed=2026)
+            raging = asyncio.ensure_future(storm.rage())
+
+            async def work() -> None:
+                while len(rehearsal.trained) < GROUPS or not raging.done():
+                    await rehearsal.step()
+
+            await guarded(work(), check_conservation(rehearsal))
+            await raging
+            await rehearsal.check_that_all_is_well(may_fail=True)
+            counts = await rehearsal.counts()
+            assert counts.failed > 0
+            assert counts.submitted >= GROUPS
+            return storm.struck
+
+    struck = run(scenario(), timeout_s=500)
+    assert struck.total() == FAULTS
+    assert set(struck) == set(STORM), "a kind of fault never came"
