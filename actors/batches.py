@@ -13,14 +13,14 @@ controller has been told what was trained on: until then a batch that is done co
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, ObjectLostError
 
 from areal_ray import logs
-from areal_ray.actors.calls import RETRY_EVERY_S
+from areal_ray.actors.calls import ASK_TIMEOUT_S, RETRY_EVERY_S, until_back
 from areal_ray.actors.trajectory_queue import Lease
 from areal_ray.types import TrajectoryGroup, WeightVersion
 
@@ -36,8 +36,11 @@ class Batch:
 
 
 class Batches:
-    def __init__(self, queue: ActorHandle) -> None:
+    def __init__(self, queue: ActorHandle, *, holder: str) -> None:
+        """`holder`: who takes them. It stays the same over a restart of the trainer, so that the
+        queue knows which batch will not be ended any more."""
         self._queue = queue
+        self._holder = holder
         self._incarnation = ""
         self._in_hand: Batch | None = None
 
@@ -46,23 +49,24 @@ class Batches:
         self._in_hand = None
         while True:
             try:
-                lease: Lease = await self._queue.get_batch.remote(version)
-                groups = await asyncio.gather(*lease.references)
-            except (ActorUnavailableError, ObjectLostError):
+                lease: Lease = await self._queue.get_batch.remote(version, self._holder)
+            except ActorUnavailableError:
                 await asyncio.sleep(RETRY_EVERY_S)
                 continue
-            if self._incarnation in ("", lease.incarnation):
+            groups = await self._read(lease)
+            if groups is not None and self._incarnation in ("", lease.incarnation):
                 self._in_hand = Batch(groups, lease)
                 return self._in_hand
 
     async def done(self, batch: Batch) -> None:
         """It was learnt from."""
-        await self._tell(self._queue.acknowledge.remote, batch.lease)
+        lease = batch.lease
+        await self._tell(lambda: self._queue.acknowledge.remote(lease.incarnation, lease.lease_id))
 
     async def give_back(self, batch: Batch) -> None:
         """It was not: its groups go first the next time."""
         self._in_hand = None
-        await self._tell(self._queue.release.remote, batch.lease)
+        await self._release(batch.lease, lost=[])
 
     def queue_restarted(self, incarnation: str) -> list[int]:
         """From now on only batches of this incarnation are used, and the one that is here
@@ -70,8 +74,26 @@ class Batches:
         self._incarnation = incarnation
         return [] if self._in_hand is None else self._in_hand.group_ids
 
-    async def _tell(self, tell: Callable[[str, int], Awaitable[None]], lease: Lease) -> None:
-        try:
-            await tell(lease.incarnation, lease.lease_id)
-        except ActorUnavailableError:
-            logs.warning("the queue died with a batch on loan: there is no lease to end any more")
+    async def _read(self, lease: Lease) -> list[TrajectoryGroup] | None:
+        """None if some of it can't be read: the node where it lay, or the queue, is gone."""
+        groups = await asyncio.gather(*lease.references, return_exceptions=True)
+        lost = []
+        for group_id, group in zip(lease.group_ids, groups, strict=True):
+            if isinstance(group, ObjectLostError):
+                lost.append(group_id)
+            elif isinstance(group, BaseException):
+                raise group
+        if not lost:
+            return groups
+        logs.warning("{} of {} groups of a batch are lost", len(lost), len(groups))
+        await self._release(lease, lost)
+        return None
+
+    async def _release(self, lease: Lease, lost: Sequence[int]) -> None:
+        await self._tell(
+            lambda: self._queue.release.remote(lease.incarnation, lease.lease_id, lost)
+        )
+
+    async def _tell(self, call: Callable[[], Awaitable[None]]) -> None:
+        """A queue that was restarted meanwhile knows of no such lease, and does nothing."""
+        await until_back(ASK_TIMEOUT_S, call, who="the trajectory queue", doing="ending a lease")

@@ -39,7 +39,7 @@ class PacedTrainer:
 
     def __init__(self, step_s: float, queue: ActorHandle) -> None:
         self._step_s = step_s
-        self._batches = Batches(queue)
+        self._batches = Batches(queue, holder="trainer")
         self._version: WeightVersion = 0
 
     async def start(self) -> None:

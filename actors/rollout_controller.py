@@ -271,10 +271,10 @@ class RolloutController:
         await self._resume_recovered()
         while True:
             tickets = [self._book.draw() for _ in range(self._book.capacity)]
-            # In this order: what the queue is not told to expect was not yet dispatched, and
-            # what it is told to drop is known to have failed.
-            await self._bookkeeper.write()
             drop, self._to_drop = self._to_drop, []
+            # In this order: what the queue is not told to expect was not yet dispatched, and
+            # what it is told to drop is written down as ended.
+            await self._bookkeeper.write()
             if tickets or drop:
                 expect = [ticket.group_id for ticket in tickets]
                 await self._ask_queue(partial(self._queue.update.remote, expect, drop))
@@ -311,13 +311,13 @@ class RolloutController:
                 )
             except WORKER_GONE as error:
                 lost = error
-                if not await self._queue_has(group_id):
-                    continue
-                return GroupOutcome("taken", queue=self._queue_incarnation)
+                if taken_by := await self._queue_with(group_id):
+                    return GroupOutcome("taken", queue=taken_by)
+                continue
             except DeadlineExceeded as error:
-                if not await self._queue_has(group_id, withdraw=True):
-                    raise GroupTimedOut(str(error)) from error
-                return GroupOutcome("taken", queue=self._queue_incarnation)
+                if taken_by := await self._queue_with(group_id, withdraw=True):
+                    return GroupOutcome("taken", queue=taken_by)
+                raise GroupTimedOut(str(error)) from error
             if outcome.kind == "not wanted":
                 return GroupOutcome("taken", outcome.summary, self._queue_incarnation)
             return outcome
@@ -394,7 +394,7 @@ class RolloutController:
                 continue
             if news.incarnation != incarnation:
                 await (self._rejoin_queue(news) if news.is_open else self._open_queue(news))
-                self._queue_incarnation = incarnation = news.incarnation
+                incarnation = news.incarnation
             for group_id in news.expired:
                 if self._book.is_running(group_id):
                     # The worker's own word that the queue has taken it is still on its way.
@@ -405,13 +405,16 @@ class RolloutController:
             self._changed.notify()
 
     async def _rejoin_queue(self, news: QueueNews) -> None:
-        """We are the ones who were restarted. What the queue expects no more, it has taken."""
-        running = [ticket.group_id for ticket in self._book.running]
+        """We are the ones who were restarted. What the queue expects no more, it has taken,
+        unless it was withdrawn; and what it expects in vain, it has yet to be told to drop."""
+        running = {ticket.group_id for ticket in self._book.running}
         heard_of = {group_id for group_id in running if group_id <= news.highest_expected}
-        for group_id in heard_of.difference(news.expected):
-            self._book.end(group_id, "accepted")
-        unheard_of = [group_id for group_id in running if group_id not in heard_of]
-        await self._ask_queue(partial(self._queue.update.remote, unheard_of, []))
+        for group_id in sorted(heard_of.difference(news.expected)):
+            self._book.end(group_id, "timed out" if group_id in news.withdrawn else "accepted")
+        drop = [*set(news.expected).difference(running), *news.withdrawn]
+        await self._bookkeeper.write()
+        await self._ask_queue(partial(self._queue.update.remote, sorted(running - heard_of), drop))
+        self._queue_incarnation = news.incarnation
 
     async def _open_queue(self, news: QueueNews) -> None:
         """The queue is new. What one before it held is lost but for what the trainer has."""
@@ -421,16 +424,24 @@ class RolloutController:
             who="the trainer",
             doing="telling which groups it holds",
         )
+        for group_id in filter(self._book.is_running, in_hand):
+            # The trainer had it before the worker's own word came.
+            self._book.end(group_id, "accepted")
         lost = set(self._book.accepted).difference(in_hand)
         for group_id in sorted(lost, reverse=True):
             self._book.expire(group_id)
         if lost:
             logs.warning("{} groups were lost with the queue and are drawn again", len(lost))
         await self._bookkeeper.write()
+        # Before it takes anything: what it takes then is not taken for a dead one's.
+        self._queue_incarnation = news.incarnation
         running = [ticket.group_id for ticket in self._book.running]
         await self._ask_queue(partial(self._queue.open.remote, running))
+        # What ended meanwhile may have been dropped before it was expected.
+        self._to_drop += [g for g in running if not self._book.is_running(g)]
 
-    async def _queue_has(self, group_id: int, *, withdraw: bool = False) -> bool:
+    async def _queue_with(self, group_id: int, *, withdraw: bool = False) -> str:
+        """The incarnation of the queue that has taken it, or nothing."""
         return await self._ask_queue(
             partial(self._queue.has_taken.remote, group_id, withdraw=withdraw)
         )

@@ -68,7 +68,7 @@ class RolloutRecord(msgspec.Struct, frozen=True):
 class TrainerActor:
     def __init__(self, spec: TrainerSpec, queue: ActorHandle, run_dir: str) -> None:
         self._spec = spec
-        self._batches = Batches(queue)
+        self._batches = Batches(queue, holder="trainer")
         self._run_dir = Path(run_dir)
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._trainer: PolicyTrainer | None = None

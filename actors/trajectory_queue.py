@@ -23,7 +23,7 @@ from ray.actor import ActorHandle
 
 from areal_ray.changes import Changes
 from areal_ray.deadlines import within
-from areal_ray.errors import QueueClosed
+from areal_ray.errors import QueueClosed, Superseded
 from areal_ray.observability.loop_health import LoopHealth, LoopReport
 from areal_ray.trajectory_buffer import TrajectoryBuffer
 from areal_ray.types import GroupSummary, WeightVersion
@@ -37,6 +37,7 @@ class Lease:
 
     incarnation: str
     lease_id: int
+    group_ids: list[int]
     references: list[ray.ObjectRef]
 
 
@@ -50,12 +51,14 @@ class Receipt(msgspec.Struct, frozen=True):
 
 
 class QueueNews(msgspec.Struct, frozen=True):
-    """What the controller must know: `is_open` is False in a queue that has just (re)started."""
+    """What the controller must know: `is_open` is False in a queue that has just (re)started.
+    Of all that it ever expected and does not any more, the `withdrawn` alone were not taken."""
 
     incarnation: str
     is_open: bool
     expected: list[int]
     highest_expected: int
+    withdrawn: list[int]
     expired: list[int]
 
 
@@ -86,6 +89,8 @@ class TrajectoryQueue:
         )
         self._incarnation = uuid.uuid4().hex
         self._is_open = False
+        self._turns: dict[str, int] = {}
+        """How often each holder has asked for a batch."""
         self._closed = False
         self._changed = Changes()
         self._loop_health = LoopHealth(who="the trajectory queue")
@@ -125,20 +130,30 @@ class TrajectoryQueue:
             )
         )
 
-    async def get_batch(self, version: WeightVersion) -> Lease:
-        """Lend out the next groups that are fresh enough. Waits until they make a batch."""
+    async def get_batch(self, version: WeightVersion, holder: str) -> Lease:
+        """Lend out the next groups that are fresh enough. Waits until they make a batch. What the
+        holder was lent before and did not end goes back first."""
+        turn = self._turns[holder] = self._turns.get(holder, 0) + 1
         leased = None
         while leased is None:
             await self._until(lambda: self._is_open)
+            if self._turns[holder] != turn:
+                # It is of a trainer that was restarted: what it would get, nobody would end.
+                raise Superseded(f"{holder} has asked for another batch since")
             expired = len(self._buffer.expired)
-            leased = self._buffer.lease(version)
+            leased = self._buffer.lease(version, holder)
             if leased is not None or len(self._buffer.expired) > expired:
                 # Room for producers, and maybe work for the controller.
                 self._changed.notify()
             if leased is None:
                 await self._changed.next()
         lease_id, entries = leased
-        return Lease(self._incarnation, lease_id, [entry.payload for entry in entries])
+        return Lease(
+            incarnation=self._incarnation,
+            lease_id=lease_id,
+            group_ids=[entry.summary.group_id for entry in entries],
+            references=[entry.payload for entry in entries],
+        )
 
     async def acknowledge(self, incarnation: str, lease_id: int) -> None:
         """They were trained on: let them go."""
@@ -146,20 +161,23 @@ class TrajectoryQueue:
             self._buffer.acknowledge(lease_id)
             self._changed.notify()
 
-    async def release(self, incarnation: str, lease_id: int) -> None:
-        """They were not trained on: they go first the next time."""
+    async def release(self, incarnation: str, lease_id: int, lost: Sequence[int] = ()) -> None:
+        """They were not trained on: they go first the next time, but for the `lost` ones, whose
+        arrays are gone with the node that they lay on."""
         if incarnation == self._incarnation:
-            self._buffer.release(lease_id)
+            self._buffer.release(lease_id, lost)
             self._changed.notify()
 
-    async def has_taken(self, group_id: int, *, withdraw: bool = False) -> bool:
-        """Whether an expected group is here by now, or was. If not, `withdraw` refuses it."""
+    async def has_taken(self, group_id: int, *, withdraw: bool = False) -> str:
+        """This incarnation, if an expected group is here by now, or was; else "", and `withdraw`
+        refuses it from now on."""
         await self._until(lambda: self._is_open and not self._buffer.is_coming(group_id))
-        taken = not self._buffer.is_wanted(group_id)
-        if not taken and withdraw:
-            self._buffer.drop([group_id])
+        if not self._buffer.is_wanted(group_id):
+            return self._incarnation
+        if withdraw:
+            self._buffer.withdraw(group_id)
             self._changed.notify()
-        return taken
+        return ""
 
     async def news(self, incarnation: str, rerolled: Sequence[int]) -> QueueNews:
         """Waits while `incarnation` is this one and nothing has expired but what the controller
@@ -172,6 +190,7 @@ class TrajectoryQueue:
             is_open=self._is_open,
             expected=self._buffer.expected,
             highest_expected=self._buffer.highest_expected,
+            withdrawn=self._buffer.withdrawn,
             expired=self._buffer.expired,
         )
 

@@ -94,6 +94,10 @@ class QueueClosed(ArealRayError):
     """The trajectory queue gives no more batches: the run is stopping."""
 
 
+class Superseded(ArealRayError):
+    """The same holder asked the queue for another batch: this call is answered no more."""
+
+
 class TooManyFailures(ArealRayError):
     """The error budget for rollouts is used up; the first failure is the cause."""
 

@@ -178,7 +178,11 @@ class RolloutBook:
             self._events.append(Expired(group_id))
 
     def trained(self, group_ids: Iterable[int]) -> None:
-        """They are done with. Telling it twice does no harm."""
+        """They are done with. Telling it twice does no harm. One that still runs here was taken
+        by the queue and went to the trainer before its worker's word came."""
+        group_ids = list(group_ids)
+        for group_id in filter(self.is_running, group_ids):
+            self.end(group_id, "accepted")
         known = tuple(group_id for group_id in group_ids if group_id in self._accepted)
         for group_id in known:
             del self._accepted[group_id]

@@ -3,13 +3,17 @@
 A group's life here:
 
     expected -> reserved -> waiting -> leased -> acknowledged (gone)
-        |                         |         `-> released (waiting again)
-        `-> dropped (gone)        `-> expired
+        |  |                      |         |-> released (waiting again)
+        |  `-> dropped (gone)     |         `-> lost with the node it lay on (expired)
+        `-> withdrawn             `-> expired
 
 Only an expected group is taken, and each of them once: a second copy, made because a worker was
 thought dead, is refused. Nothing is dropped for want of room: `has_room` tells a producer to
 wait. A group whose oldest token is more than `max_staleness` versions behind is never handed
 out: it expires, and stays among the `expired` until its prompt is known to be drawn again.
+
+A batch is leased to a holder, who has one lease at most: asking for the next gives back what was
+neither acknowledged nor released, so nothing stays with a holder who died.
 
 Groups are handed out oldest first, that is by their ids, as far as the `window` allows: only
 those that are less than `window` ids ahead of the oldest group still expected. So `window` None
@@ -37,6 +41,12 @@ class Entry(Generic[Payload]):
     summary: GroupSummary
 
 
+@dataclass(frozen=True)
+class _Leased(Generic[Payload]):
+    holder: str
+    entries: list[Entry[Payload]]
+
+
 class TrajectoryBuffer(Generic[Payload]):
     def __init__(
         self,
@@ -58,7 +68,8 @@ class TrajectoryBuffer(Generic[Payload]):
         self._reserved: dict[int, int] = {}
         self._waiting: dict[int, Entry[Payload]] = {}
         """In the order of completion."""
-        self._leased: dict[int, list[Entry[Payload]]] = {}
+        self._leased: dict[int, _Leased[Payload]] = {}
+        self._withdrawn: dict[int, None] = {}
         self._expired: dict[int, None] = {}
         self._bytes = 0
         self._next_lease = 0
@@ -66,7 +77,7 @@ class TrajectoryBuffer(Generic[Payload]):
     @property
     def groups(self) -> int:
         """Groups that have a place: reserved, waiting or leased."""
-        leased = sum(len(entries) for entries in self._leased.values())
+        leased = sum(len(lease.entries) for lease in self._leased.values())
         return len(self._reserved) + len(self._waiting) + leased
 
     @property
@@ -80,6 +91,10 @@ class TrajectoryBuffer(Generic[Payload]):
     @property
     def expected(self) -> list[int]:
         return list(self._expected)
+
+    @property
+    def withdrawn(self) -> list[int]:
+        return list(self._withdrawn)
 
     @property
     def expired(self) -> list[int]:
@@ -97,9 +112,17 @@ class TrajectoryBuffer(Generic[Payload]):
         self.highest_expected = max(self.highest_expected, ids[-1])
 
     def drop(self, group_ids: Iterable[int]) -> None:
-        """These will not come: they failed or were filtered."""
+        """These will not come: they failed or were filtered, and whoever asked for them knows."""
         for group_id in group_ids:
             self._expected.pop(group_id, None)
+            self._withdrawn.pop(group_id, None)
+
+    def withdraw(self, group_id: int) -> None:
+        """Refuse it from now on, and remember that until it is dropped: it is not here, though
+        it is expected no more."""
+        if group_id in self._expected:
+            del self._expected[group_id]
+            self._withdrawn[group_id] = None
 
     def is_wanted(self, group_id: int) -> bool:
         """Whether it is expected, and nobody else is about to bring it."""
@@ -133,25 +156,36 @@ class TrajectoryBuffer(Generic[Payload]):
         self._expected.pop(summary.group_id, None)
         self._waiting[summary.group_id] = Entry(payload, summary)
 
-    def lease(self, version: WeightVersion) -> tuple[int, list[Entry[Payload]]] | None:
+    def lease(self, version: WeightVersion, holder: str) -> tuple[int, list[Entry[Payload]]] | None:
         """The next batch of groups that are fresh enough, or None while there are too few."""
+        for lease_id in [k for k, leased in self._leased.items() if leased.holder == holder]:
+            self.release(lease_id)
         self._expire(version)
         ready = self._ready()
         if len(ready) < self._batch:
             return None
         lease_id, self._next_lease = self._next_lease, self._next_lease + 1
-        self._leased[lease_id] = [self._waiting.pop(group_id) for group_id in ready[: self._batch]]
-        return lease_id, self._leased[lease_id]
+        entries = [self._waiting.pop(group_id) for group_id in ready[: self._batch]]
+        self._leased[lease_id] = _Leased(holder, entries)
+        return lease_id, entries
 
     def acknowledge(self, lease_id: int) -> None:
-        """They were trained on: let them go."""
-        for entry in self._leased.pop(lease_id):
+        """They were trained on: let them go. Telling it twice does no harm."""
+        for entry in self._taken_back(lease_id):
             self._bytes -= entry.summary.nbytes
 
-    def release(self, lease_id: int) -> None:
-        """They were not trained on: they go first the next time."""
-        back = {entry.summary.group_id: entry for entry in self._leased.pop(lease_id)}
+    def release(self, lease_id: int, lost: Iterable[int] = ()) -> None:
+        """They were not trained on: they go first the next time, but for those that are `lost`:
+        nobody can read them any more. Telling it twice does no harm."""
+        back = {entry.summary.group_id: entry for entry in self._taken_back(lease_id)}
         self._waiting = back | self._waiting
+        for group_id in lost:
+            if group_id in back:
+                self._let_expire(group_id)
+
+    def _taken_back(self, lease_id: int) -> list[Entry[Payload]]:
+        leased = self._leased.pop(lease_id, None)
+        return [] if leased is None else leased.entries
 
     def forget_expired(self, group_ids: Iterable[int]) -> None:
         """Their prompts are known to be drawn again."""
@@ -174,6 +208,8 @@ class TrajectoryBuffer(Generic[Payload]):
         oldest_allowed = version - self._max_staleness
         for group_id, entry in list(self._waiting.items()):
             if entry.summary.oldest_version < oldest_allowed:
-                del self._waiting[group_id]
-                self._expired[group_id] = None
-                self._bytes -= entry.summary.nbytes
+                self._let_expire(group_id)
+
+    def _let_expire(self, group_id: int) -> None:
+        self._bytes -= self._waiting.pop(group_id).summary.nbytes
+        self._expired[group_id] = None

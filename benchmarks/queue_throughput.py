@@ -106,7 +106,7 @@ class Consumer:
         pass
 
     async def take_from(self, queue: ActorHandle, batch: int) -> float:
-        batches, clock = Batches(queue), _Clock(self._groups, self._first)
+        batches, clock = Batches(queue, holder="consumer"), _Clock(self._groups, self._first)
         while not clock.is_over:
             lent = await batches.next(0)
             clock.read(lent.groups)

@@ -58,7 +58,7 @@ def test_a_batch_is_read_from_the_object_store_after_its_worker_is_gone(rehearse
             await rehearsal.until(lambda c: c.accepted == 8, "8 groups")
             await rehearsal.crew.controller.close.remote()
             ray.kill(rehearsal.workers["worker-0"])
-            lease = await rehearsal.crew.queue.get_batch.remote(0)
+            lease = await rehearsal.crew.queue.get_batch.remote(0, "a test")
             groups = await asyncio.gather(*lease.references)
             await rehearsal.crew.queue.acknowledge.remote(lease.incarnation, lease.lease_id)
             assert (await rehearsal.crew.queue.status.remote()).held_groups == 4
@@ -212,6 +212,13 @@ def test_an_evaluation_is_complete_and_beside_the_ledger(rehearse) -> None:
     run(scenario())
 
 
+async def all_busy(rehearsal: RehearsedCrew, engines: int) -> None:
+    while True:
+        rollout, _ = await rehearsal.crew.status()
+        if sum(load > 0 for load in rollout.engine_loads.values()) == engines:
+            return
+
+
 def test_the_pool_grows_and_shrinks_while_it_works(rehearse) -> None:
     async def scenario() -> None:
         slow = simulated(tokens_per_s=50.0, mean_tokens=20.0)
@@ -223,9 +230,7 @@ def test_the_pool_grows_and_shrinks_while_it_works(rehearse) -> None:
             assert [(e.name, e.state) for e in rollout.engines] == [
                 (f"engine-{index}", "serving") for index in range(3)
             ]
-            await rehearsal.step_reached(4)
-            busy = (await rehearsal.crew.status())[0].engine_loads
-            assert sum(load > 0 for load in busy.values()) == 3
+            await within(30, all_busy(rehearsal, 3), who="the pool", doing="using all engines")
             await rehearsal.crew.resize(1)
             rollout, _ = await rehearsal.crew.status()
             assert [engine.name for engine in rollout.engines] == ["engine-0"]

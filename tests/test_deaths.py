@@ -181,6 +181,37 @@ def test_a_killed_controller_goes_on_from_its_journal(rehearse) -> None:
     run(scenario())
 
 
+def test_a_group_that_the_queue_expects_in_vain_is_dropped_by_the_next_controller(rehearse) -> None:
+    async def scenario() -> None:
+        async with rehearse(rollout=STRICT) as rehearsal:
+            await rehearsal.step()
+            # As if the controller had died between a failure and the word of it: in this order
+            # the queue would wait for group 0 before all others, for ever.
+            await rehearsal.crew.queue.update.remote([0], [])
+            await kill(rehearsal.crew.controller)
+            await rehearsal.steps(3)
+            await rehearsal.check_that_all_is_well()
+
+    run(scenario())
+
+
+def test_a_group_withdrawn_by_a_controller_that_died_then_counts_as_timed_out(rehearse) -> None:
+    async def scenario() -> None:
+        async with rehearse(step_s=0.5, rollout=STRICT) as rehearsal:
+            running: list[int] = []
+            while not running:
+                await rehearsal.step()
+                places = [await one.running.remote() for one in rehearsal.workers.values()]
+                running = [group_id for place in places for group_id in place]
+            taken_by = await rehearsal.crew.queue.has_taken.remote(running[-1], withdraw=True)
+            await kill(rehearsal.crew.controller)
+            await rehearsal.steps(3)
+            await rehearsal.check_that_all_is_well(may_fail=True)
+            assert (await rehearsal.counts()).failed == (not taken_by)
+
+    run(scenario())
+
+
 def test_a_paused_controller_that_is_killed_stays_paused(rehearse) -> None:
     async def scenario() -> None:
         async with rehearse() as rehearsal:

@@ -289,7 +289,8 @@ class AnyBook(RuleBasedStateMachine):
         self.book.trained(group_ids)
         if again:
             self.book.trained(group_ids)
-        for group_id in group_ids.intersection(self.those("accepted")):
+        # One that runs was taken and trained on before its worker's word came.
+        for group_id in group_ids.intersection(self.those("accepted") + self.those("running")):
             self.lives[group_id] = "trained"
 
     @rule(is_paused=st.booleans())

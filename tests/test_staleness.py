@@ -328,7 +328,7 @@ class SmallRun:
         self.draw()
 
     def train(self) -> None:
-        while (leased := self.buffer.lease(self.version)) is not None:
+        while (leased := self.buffer.lease(self.version, "trainer")) is not None:
             lease_id, entries = leased
             batch = [entry.summary.group_id for entry in entries]
             still_to_come = set(self.running)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterable, Sequence
 
@@ -58,22 +59,25 @@ def fill(held: TrajectoryBuffer[str], *summaries: GroupSummary) -> None:
         held.put(f"group {one.group_id}", one)
 
 
+HOLDERS = itertools.count()
+
+
 def ids(entries: Iterable[Entry[str]]) -> list[int]:
     return [entry.summary.group_id for entry in entries]
 
 
 def lent(held: TrajectoryBuffer[str], *, version: int = 0) -> list[int]:
-    """The ids of the next batch; none if there is no batch yet."""
-    leased = held.lease(version)
+    """The ids of the next batch, for somebody else each time; none if there is no batch yet."""
+    leased = held.lease(version, f"holder {next(HOLDERS)}")
     return [] if leased is None else ids(leased[1])
 
 
 def test_without_a_window_groups_are_lent_in_the_order_they_came() -> None:
     held = buffer(batch=2)
     fill(held, summary(3))
-    assert held.lease(0) is None
+    assert held.lease(0, "a") is None
     fill(held, summary(1), summary(2))
-    _, entries = held.lease(0)
+    _, entries = held.lease(0, "a")
     assert ids(entries) == [3, 1]
     assert [entry.payload for entry in entries] == ["group 3", "group 1"]
     assert held.waiting == 1
@@ -146,7 +150,7 @@ def test_only_an_expected_group_is_taken_and_each_of_them_once() -> None:
     # A second copy, while the first is on its way, waits, is lent, and is gone.
     for done in (
         lambda: held.put("group 0", summary(0)),
-        lambda: held.lease(0),
+        lambda: held.lease(0, "a"),
         lambda: held.acknowledge(0),
     ):
         assert not held.is_wanted(0)
@@ -162,7 +166,7 @@ def test_only_an_expected_group_is_taken_and_each_of_them_once() -> None:
 def test_a_lease_that_is_given_back_is_lent_again_first() -> None:
     held = buffer(batch=2)
     fill(held, *(summary(i) for i in range(4)))
-    lease_id, entries = held.lease(0)
+    lease_id, entries = held.lease(0, "a")
     assert ids(entries) == [0, 1]
     fill(held, summary(4))
     held.release(lease_id)
@@ -173,12 +177,50 @@ def test_a_lease_that_is_given_back_is_lent_again_first() -> None:
 def test_an_ended_lease_can_not_be_ended_again() -> None:
     held = buffer()
     fill(held, summary(0))
-    lease_id, _ = held.lease(0)
+    lease_id, _ = held.lease(0, "a")
     held.release(lease_id)
-    with pytest.raises(KeyError):
-        held.acknowledge(lease_id)
-    again, _ = held.lease(0)
+    held.acknowledge(lease_id)
+    assert (held.groups, held.waiting) == (1, 1)
+    again, _ = held.lease(0, "a")
     assert again != lease_id
+    held.release(lease_id)
+    assert (held.groups, held.waiting) == (1, 0)
+
+
+def test_a_holder_who_asks_again_gets_first_what_it_did_not_end() -> None:
+    held = buffer(batch=2)
+    fill(held, *(summary(i) for i in range(6)))
+    first, _ = held.lease(0, "a")
+    assert ids(held.lease(0, "b")[1]) == [2, 3]
+    again, entries = held.lease(0, "a")
+    assert ids(entries) == [0, 1]
+    # The earlier lease is over: it can neither let them go nor give them back.
+    held.acknowledge(first)
+    held.release(first)
+    assert (held.groups, held.waiting) == (6, 2)
+    held.acknowledge(again)
+    assert held.groups == 4
+
+
+def test_what_nobody_can_read_any_more_is_rolled_out_again() -> None:
+    held = buffer(batch=3)
+    fill(held, *(summary(i) for i in range(3)))
+    lease_id, _ = held.lease(0, "a")
+    held.release(lease_id, lost=[1])
+    assert held.expired == [1]
+    assert (held.groups, held.nbytes, held.waiting) == (2, 20, 2)
+    fill(held, summary(3))
+    assert lent(held) == [0, 2, 3]
+
+
+def test_a_group_that_was_withdrawn_is_remembered_until_that_is_known() -> None:
+    held = buffer(expect=[0, 1])
+    held.withdraw(0)
+    held.withdraw(7)
+    assert not held.is_wanted(0)
+    assert (held.expected, held.withdrawn) == ([1], [0])
+    held.drop([0])
+    assert held.withdrawn == []
 
 
 def test_room_is_counted_in_groups_and_bytes_until_they_are_acknowledged() -> None:
@@ -190,7 +232,7 @@ def test_room_is_counted_in_groups_and_bytes_until_they_are_acknowledged() -> No
     fill(held, summary(2))
     assert not held.has_room(summary(3, nbytes=1))
     assert (held.groups, held.nbytes) == (3, 30)
-    lease_id, _ = held.lease(0)
+    lease_id, _ = held.lease(0, "a")
     assert (held.groups, held.nbytes, held.waiting) == (3, 30, 1)
     held.acknowledge(lease_id)
     assert (held.groups, held.nbytes, held.waiting) == (1, 10, 1)
@@ -220,7 +262,7 @@ def test_the_next_batch_is_let_in_past_every_bound() -> None:
     assert not held.has_room(summary(2, nbytes=1))
     held.put("group 1", summary(1, nbytes=100))
     assert not held.has_room(summary(2, nbytes=1))
-    held.lease(0)
+    held.lease(0, "a")
     # The next batch may come together while this one is trained on.
     assert held.has_room(summary(2, nbytes=1))
 
@@ -258,7 +300,7 @@ def test_a_group_that_is_too_old_is_never_lent_and_is_told_until_it_is_forgotten
     assert not held.is_wanted(0)
     assert (held.groups, held.nbytes) == (2, 20)
     fill(held, summary(3, version=0))
-    assert held.lease(3) is None
+    assert held.lease(3, "a") is None
     assert held.expired == [0, 3]
     held.forget_expired([0, 77])
     assert held.expired == [3]
@@ -267,11 +309,11 @@ def test_a_group_that_is_too_old_is_never_lent_and_is_told_until_it_is_forgotten
 def test_how_old_a_group_is_counts_when_it_is_handed_out() -> None:
     held = buffer(max_staleness=1)
     fill(held, summary(0, version=4), summary(1, version=4))
-    lease_id, entries = held.lease(5)
+    lease_id, entries = held.lease(5, "a")
     assert ids(entries) == [0]
     # Given back, it waits until version 6: two versions old by then, like the other one.
     held.release(lease_id)
-    assert held.lease(6) is None
+    assert held.lease(6, "a") is None
     assert sorted(held.expired) == [0, 1]
     assert (held.groups, held.nbytes) == (0, 0)
 
@@ -403,7 +445,7 @@ class SmallRun:
         for group_id in too_old:
             del self.waiting[group_id]
         should_go = self.should_go()
-        leased = self.buffer.lease(self.version)
+        leased = self.buffer.lease(self.version, "trainer")
         assert sorted(self.buffer.expired) == sorted(self.expired)
         if leased is None:
             assert len(should_go) < self.batch
@@ -433,6 +475,22 @@ class SmallRun:
         if self.lease_id is not None:
             self.buffer.release(self.lease_id)
             self.waiting = self.lent | self.waiting
+            self.in_hand, self.lease_id = [], None
+
+    def forget_batch(self) -> None:
+        """The trainer dies with a batch in its hands. The next time it asks, it goes back."""
+        if self.lease_id is not None:
+            self.waiting = self.lent | self.waiting
+            self.in_hand, self.lease_id = [], None
+            self.take_batch()
+
+    def lose_some_of_the_batch(self, lost: int) -> None:
+        """With the node that they lay on."""
+        if self.lease_id is not None:
+            self.buffer.release(self.lease_id, self.in_hand[:lost])
+            self.expired |= set(self.in_hand[:lost])
+            kept = {i: self.lent[i] for i in self.in_hand[lost:]}
+            self.waiting = kept | self.waiting
             self.in_hand, self.lease_id = [], None
 
     def hear_of_expired(self) -> bool:
@@ -555,6 +613,16 @@ class AnyRun(RuleBasedStateMachine):
     @rule()
     def give_back(self) -> None:
         self.run.give_back()
+
+    @precondition(lambda self: self.run.in_hand)
+    @rule()
+    def forget_batch(self) -> None:
+        self.run.forget_batch()
+
+    @precondition(lambda self: self.run.in_hand)
+    @rule(lost=st.integers(1, 4))
+    def lose_some_of_the_batch(self, lost: int) -> None:
+        self.run.lose_some_of_the_batch(lost)
 
     @rule()
     def tell_dropped(self) -> None:
