@@ -6,7 +6,7 @@ import asyncio
 import os
 import random
 import signal
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 
 import pytest
@@ -18,22 +18,21 @@ from areal_ray.tasks import guarded
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
 
 ENGINES, WORKERS, BATCH = 4, 2, 32
-GROUPS = 3000
-FAULTS = 300
+GROUPS = 2000
 
-# How often each fault comes, among a hundred. Those that end a process take seconds to mend.
+# How often each fault comes. Those that end a process take seconds to mend.
 STORM = {
-    "fail a request": 26,
-    "spoil a result": 20,
-    "leave a completion out": 20,
-    "slow": 18,
-    "engine dies": 4,
-    "engine process killed": 4,
-    "engine wedges": 2,
-    "commit fails": 2,
-    "worker killed": 2,
-    "queue killed": 1,
-    "controller killed": 1,
+    "fail a request": 52,
+    "spoil a result": 40,
+    "leave a completion out": 40,
+    "slow": 36,
+    "engine dies": 8,
+    "engine process killed": 8,
+    "engine wedges": 4,
+    "commit fails": 4,
+    "worker killed": 4,
+    "queue killed": 2,
+    "controller killed": 2,
 }
 INJECTED = {
     "fail a request": FailRequest(),
@@ -50,17 +49,19 @@ class Storm:
     def __init__(self, rehearsal: RehearsedCrew, seed: int) -> None:
         self._rehearsal = rehearsal
         self._rng = random.Random(seed)
+        self._to_come = deque(self._rng.sample(list(STORM), k=200, counts=list(STORM.values())))
         self.struck: Counter[str] = Counter()
 
     async def rage(self) -> None:
-        while self.struck.total() < FAULTS:
+        while self._to_come:
             await asyncio.sleep(self._rng.uniform(0.02, 0.3))
-            (fault,) = self._rng.choices(list(STORM), weights=list(STORM.values()))
+            fault = self._to_come.popleft()
             try:
                 await asyncio.wait_for(self._strike(fault), timeout=10)
-            except Exception:  # noqa: BLE001 - whoever was meant is down already
-                continue
-            self.struck[fault] += 1
+            except Exception:  # noqa: BLE001 - whoever was meant is down already: another time
+                self._to_come.append(fault)
+            else:
+                self.struck[fault] += 1
 
     async def _strike(self, fault: str) -> None:
         crew = self._rehearsal.crew
@@ -126,6 +127,4 @@ def test_through_a_storm_of_faults_every_group_is_accounted_for(
             assert counts.submitted >= GROUPS
             return storm.struck
 
-    struck = run(scenario(), timeout_s=500)
-    assert struck.total() == FAULTS
-    assert set(struck) == set(STORM), "a kind of fault never came"
+    assert run(scenario(), timeout_s=500) == STORM

@@ -19,7 +19,7 @@ from areal_ray.generation.faults import Die, Wedge
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 STEPS = 10
-STRICT = {"workers": 2, "order": "strict"}
+STRICT = {"order": "strict"}
 """In this order no group grows too old: what expires was lost with the queue."""
 
 
@@ -32,7 +32,6 @@ def rehearse(tiny_model: Path, tmp_path: Path) -> Callable[..., RehearsedCrew]:
         tmp_path,
         engine=simulated(tokens_per_s=100.0, mean_tokens=15.0),
         generation={"engines": 2, "max_new_tokens": 40, "suspect_after_s": 1, "dead_after_s": 3},
-        rollout={"workers": 2},
     )
 
 
@@ -101,7 +100,7 @@ def test_a_stopped_engine_process_is_killed_and_replaced(rehearse) -> None:
 
 def test_a_worker_killed_in_flight_loses_no_group(rehearse) -> None:
     async def scenario() -> None:
-        async with rehearse() as rehearsal:
+        async with rehearse(rollout={"workers": 2}) as rehearsal:
             working = asyncio.ensure_future(rehearsal.steps(STEPS))
             await rehearsal.step_reached(2)
             await kill(rehearsal.workers["worker-0"])

@@ -29,11 +29,14 @@ class Watched:
         self._training = training
         self._metrics = run_dir / "metrics.jsonl"
 
-    def steps(self) -> list[dict]:
+    def records(self, kind: str) -> list[dict]:
         if not self._metrics.exists():
             return []
         lines = self._metrics.read_text().splitlines()
-        return [record for line in lines if (record := json.loads(line))["kind"] == "step"]
+        return [record for line in lines if (record := json.loads(line))["kind"] == kind]
+
+    def steps(self) -> list[dict]:
+        return self.records("step")
 
     def until(self, condition: Callable[[list[dict]], object], what: str) -> None:
         deadline = time.monotonic() + WAIT_TIMEOUT_S
@@ -50,33 +53,43 @@ class Watched:
         )
 
 
-def test_killed_and_wedged_processes_cost_no_group_and_the_goal_is_reached(
+def test_killed_and_wedged_processes_cost_no_group_and_the_model_still_learns(
     train, marked_processes, tmp_path: Path
 ) -> None:
     training = train(
-        "steps=600", "evaluation.every=200", "rollout.workers=2", "goal=0.9", *FAST_CARE
+        "steps=100000",
+        "goal=null",
+        "evaluation.every=25",
+        "evaluation.prompts=100",
+        "rollout.workers=2",
+        *FAST_CARE,
     )
     run_dir = tmp_path / "runs" / "arithmetic"
     run = Watched(training, run_dir)
     run.until(lambda steps: len(steps) >= 3, "the first steps")
 
-    def strike(process: str, how: signal.Signals) -> None:
+    def strike(how: signal.Signals, *processes: str) -> None:
         before = len(run.steps())
-        victim = marked_processes.named(process)[0]
-        os.kill(victim, how)
+        victims = [marked_processes.named(process)[0] for process in processes]
+        for victim in victims:
+            os.kill(victim, how)
         run.until_recovered(before)
-        deadline = time.monotonic() + WAIT_TIMEOUT_S
-        while victim in marked_processes.alive():
-            assert time.monotonic() < deadline, f"{process} {victim} still lives"
-            time.sleep(0.1)
+        run.until(lambda _: not marked_processes.alive().keys() & victims, "the victims' end")
 
-    strike("VLLM::EngineCore", signal.SIGKILL)
-    strike("ray::GenerationActor", signal.SIGKILL)
-    strike("ray::RolloutWorker", signal.SIGKILL)
-    strike("VLLM::EngineCore", signal.SIGSTOP)
+    strike(signal.SIGKILL, "VLLM::EngineCore", "ray::RolloutWorker")
+    strike(signal.SIGKILL, "ray::GenerationActor")
+    strike(signal.SIGSTOP, "VLLM::EngineCore")
 
-    assert training.wait() == 0, training.output
-    assert "goal reached" in training.output
+    after = len(run.steps())
+    run.until(
+        lambda _: any(
+            record["step"] >= after and record["reward"] >= 0.9
+            for record in run.records("evaluation")
+        ),
+        "the goal: nine answers in ten",
+    )
+    os.killpg(training.pid, signal.SIGINT)
+    assert training.wait() == 128 + signal.SIGINT, training.output
     samples = Counter(
         (record["step"], record["group"])
         for line in (run_dir / "rollouts.jsonl").read_text().splitlines()
@@ -96,7 +109,14 @@ def test_killed_and_wedged_processes_cost_no_group_and_the_goal_is_reached(
 def test_with_no_engine_left_the_run_ends_within_a_minute_and_says_why(
     train, marked_processes, tmp_path: Path
 ) -> None:
-    training = train("steps=600", "goal=null", "generation.restart_engines=false", *FAST_CARE)
+    training = train(
+        "steps=100000",
+        "goal=null",
+        "warmup.steps=0",
+        "evaluation.prompts=8",
+        "generation.restart_engines=false",
+        *FAST_CARE,
+    )
     run = Watched(training, tmp_path / "runs" / "arithmetic")
     run.until(lambda steps: len(steps) >= 2, "the first steps")
     for victim in marked_processes.named("VLLM::EngineCore"):
