@@ -76,16 +76,20 @@ class Batches:
 
     async def _read(self, lease: Lease) -> list[TrajectoryGroup] | None:
         """None if some of it can't be read: the node where it lay, or the queue, is gone."""
-        groups = await asyncio.gather(*lease.references, return_exceptions=True)
-        lost = []
-        for group_id, group in zip(lease.group_ids, groups, strict=True):
-            if isinstance(group, ObjectLostError):
-                lost.append(group_id)
-            elif isinstance(group, BaseException):
-                raise group
+        references = list(dict.fromkeys(place.chunk for place in lease.places))
+        outcomes = await asyncio.gather(*references, return_exceptions=True)
+        chunks = dict(zip(references, outcomes, strict=True))
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException) and not isinstance(outcome, ObjectLostError):
+                raise outcome
+        lost = [
+            group_id
+            for group_id, place in zip(lease.group_ids, lease.places, strict=True)
+            if isinstance(chunks[place.chunk], ObjectLostError)
+        ]
         if not lost:
-            return groups
-        logs.warning("{} of {} groups of a batch are lost", len(lost), len(groups))
+            return [chunks[place.chunk][place.position] for place in lease.places]
+        logs.warning("{} of {} groups of a batch are lost", len(lost), len(lease.places))
         await self._release(lease, lost)
         return None
 

@@ -73,8 +73,6 @@ class Crew:
         self._engines_made = 0
         self._engines: dict[str, _Engine] = {}
         self._resizing = asyncio.Lock()
-        for slot in seats.slots("engine"):
-            self._make_engine(slot, None)
         rollout = config.rollout
         self.queue = TrajectoryQueue.options(
             name="trajectory-queue",
@@ -118,6 +116,9 @@ class Crew:
             max_concurrency=self._calls_at_once,
             max_restarts=MAX_CONTROL_RESTARTS,
         ).remote(controller_spec(config, run_dir))
+        # Last: Ray starts processes one after the other, and there may be many of these.
+        for slot in seats.slots("engine"):
+            self._make_engine(slot, None)
 
     @property
     def engines(self) -> dict[str, ActorHandle]:
@@ -299,7 +300,7 @@ class Crew:
             if self._has_started:
                 await self.controller.start.remote()
 
-        await self._ask_controller(tell)
+        await self._ask_controller(tell, timeout_s=self._config.generation.startup_timeout_s)
 
     async def _start(self, say: Callable[[str], None]) -> None:
         await self._start_trainer(say)

@@ -8,6 +8,7 @@ learnt by then is what a request goes on from elsewhere.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import ray
@@ -34,15 +35,26 @@ class _Line:
 
 
 class EngineCalls:
-    def __init__(self, *, request_timeout_s: float, progress_every_s: float) -> None:
+    def __init__(
+        self,
+        find: Callable[[str], Awaitable[ActorHandle]],
+        *,
+        request_timeout_s: float,
+        progress_every_s: float,
+    ) -> None:
+        """`find` gives the engine of a name: asked once for each, since a handle costs Ray more
+        to send than all else that an assignment holds."""
+        self._find = find
         self._request_timeout_s = request_timeout_s
         self._progress_every_s = progress_every_s
+        self._handles: dict[str, ActorHandle] = {}
         self._lines: dict[str, _Line] = {}
 
-    async def generate(
-        self, name: str, handle: ActorHandle, rest: GenerationRequest, into: Continuation
-    ) -> None:
+    async def generate(self, name: str, rest: GenerationRequest, into: Continuation) -> None:
         """Let an engine generate the rest. Past `EngineLost`, all that is known is in `into`."""
+        if name not in self._handles:
+            self._handles[name] = await self._find(name)
+        handle = self._handles[name]
         line = self._lines.setdefault(name, _Line(handle))
         line.requests[rest.request_id] = into
         if line.asking is None:

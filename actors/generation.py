@@ -16,6 +16,7 @@ from areal_ray.generation.factory import make_engine
 from areal_ray.generation.log_tail import last_engine_error
 from areal_ray.generation.simulated import SimulatedSpec
 from areal_ray.observability.loop_health import LoopHealth, LoopReport
+from areal_ray.priority import step_aside
 from areal_ray.types import Completion, GenerationRequest, GenerationResult, WeightVersion
 
 T = TypeVar("T")
@@ -31,6 +32,7 @@ class Started(msgspec.Struct, frozen=True):
 @ray.remote
 class GenerationActor:
     def __init__(self, spec: EngineSpec | SimulatedSpec) -> None:
+        step_aside()
         self._name = spec.name
         self._address = ray.util.get_node_ip_address()
         self._process = uuid.uuid4().hex

@@ -54,8 +54,7 @@ class GroupCalls:
                 prompt=prompt,
                 samples=samples,
                 sampling=sampling,
-                engine_name=at.name,
-                engine=at.member,
+                engine=at.name,
             )
             self._leases[group_id] = at
             self._changed.notify()
@@ -77,7 +76,7 @@ class GroupCalls:
                 del self._leases[group_id]
                 self._changed.notify()
 
-    async def relocate(self, group_id: int, lost: str) -> tuple[str, ActorHandle]:
+    async def relocate(self, group_id: int, lost: str) -> str:
         """Another engine for a group whose engine is lost; waits until there is one."""
         self._engines.doubt(lost)
         # A controller that was restarted may still be on its way to this group.
@@ -85,7 +84,7 @@ class GroupCalls:
         lease = self._leases[group_id]
         if lease.name == lost:
             await lease.move()
-        return lease.name, lease.member
+        return lease.name
 
     async def places(self) -> dict[int, tuple[str, str]]:
         """The worker and the engine of each group that runs, as far as the workers answer."""

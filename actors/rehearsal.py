@@ -15,6 +15,7 @@ from ray.actor import ActorHandle
 
 from areal_ray.actors.batches import Batches
 from areal_ray.generation.simulated import SimulatedSpec
+from areal_ray.observability.loop_health import LoopHealth
 from areal_ray.types import WeightVersion
 from areal_ray.weights.layout import WeightManifest
 from areal_ray.weights.update import GroupMember, SendingPlan
@@ -41,6 +42,8 @@ class PacedTrainer:
         self._step_s = step_s
         self._batches = Batches(queue, holder="trainer")
         self._version: WeightVersion = 0
+        self._loop_health = LoopHealth(who="the paced trainer")
+        self._loop_health.start()
 
     async def start(self) -> None:
         pass
@@ -67,4 +70,4 @@ class PacedTrainer:
         pass
 
     async def close(self) -> None:
-        pass
+        self._loop_health.close()

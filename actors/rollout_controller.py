@@ -10,6 +10,7 @@ how the outside learns of anything that ends the run.
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -147,6 +148,9 @@ class RolloutController:
             )
             if self._book.is_paused:
                 self._groups.pause()
+            # A million prompts stay for good: looking through them again and again for garbage
+            # would hold the loop.
+            gc.freeze()
 
     async def keep(
         self,
@@ -214,7 +218,12 @@ class RolloutController:
         self._book.trained(group_ids)
         await self._bookkeeper.write()
 
-    async def relocate(self, group_id: int, lost: str) -> tuple[str, ActorHandle]:
+    async def engine(self, name: str) -> ActorHandle:
+        """For a worker that does not know it yet."""
+        self._refuse_unless_attached()
+        return self._engines.handles[name]
+
+    async def relocate(self, group_id: int, lost: str) -> str:
         """Another engine for a group whose engine is lost; waits until there is one."""
         self._refuse_unless_attached()
         return await self._calls.relocate(group_id, lost)
@@ -280,6 +289,8 @@ class RolloutController:
                 await self._ask_queue(partial(self._queue.update.remote, expect, drop))
             for ticket in tickets:
                 self._submit(ticket)
+                # A whole batch may start at once: let others have the loop in between.
+                await asyncio.sleep(0)
             await self._changed.until(
                 lambda: self._book.capacity or self._to_drop or self._book.has_events
             )

@@ -19,7 +19,7 @@ import ray
 from ray.actor import ActorHandle
 
 from areal_ray import logs
-from areal_ray.actors.calls import until_back
+from areal_ray.actors.calls import ASK_TIMEOUT_S, until_back
 from areal_ray.actors.engine_calls import EngineCalls, EngineLost
 from areal_ray.actors.offers import NOT_WANTED, Offers
 from areal_ray.data.tokenizer import PromptTokenizer
@@ -27,6 +27,7 @@ from areal_ray.errors import NotReady
 from areal_ray.generation.continuation import Continuation
 from areal_ray.observability.loop_health import LoopHealth, LoopReport
 from areal_ray.plugins import unpack
+from areal_ray.priority import step_aside
 from areal_ray.rewards import RewardPool
 from areal_ray.types import (
     Completion,
@@ -64,8 +65,7 @@ class Assignment:
     prompt: Prompt
     samples: int
     sampling: Sampling
-    engine_name: str
-    engine: ActorHandle
+    engine: str
 
 
 class _Equipment:
@@ -76,7 +76,9 @@ class _Equipment:
         self.controller = controller
         self.offers = offers
         self.engines = EngineCalls(
-            request_timeout_s=spec.request_timeout_s, progress_every_s=spec.progress_every_s
+            self._engine,
+            request_timeout_s=spec.request_timeout_s,
+            progress_every_s=spec.progress_every_s,
         )
         self.workflow = unpack(spec.packed_workflow)
         self.filter = unpack(spec.packed_filter)
@@ -89,12 +91,19 @@ class _Equipment:
             max_tokens=spec.max_prompt_tokens,
         )
 
+    async def _engine(self, name: str) -> ActorHandle:
+        return await until_back(
+            ASK_TIMEOUT_S,
+            lambda: self.controller.engine.remote(name),
+            who="the controller",
+            doing=f"telling where {name} is",
+        )
+
 
 @dataclass
 class _Running:
     assignment: Assignment
-    engine_name: str
-    engine: ActorHandle
+    engine: str
     task: asyncio.Task[GroupOutcome] | None = None
     moving: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -102,6 +111,7 @@ class _Running:
 @ray.remote(max_concurrency=4096)
 class RolloutWorker:
     def __init__(self, name: str) -> None:
+        step_aside()
         self._name = name
         self._running: dict[int, _Running] = {}
         self._equipment: _Equipment | None = None
@@ -127,13 +137,13 @@ class RolloutWorker:
 
     async def running(self) -> dict[int, str]:
         """The groups that run here, and the engine of each."""
-        return {group_id: one.engine_name for group_id, one in self._running.items()}
+        return {group_id: one.engine for group_id, one in self._running.items()}
 
     async def roll_out(self, assignment: Assignment) -> GroupOutcome:
         """Run a group and hand it to the queue; only its summary goes back."""
         running = self._running.get(assignment.group_id)
         if running is None:
-            running = _Running(assignment, assignment.engine_name, assignment.engine)
+            running = _Running(assignment, assignment.engine)
             self._running[assignment.group_id] = running
             running.task = asyncio.create_task(self._roll_out(running))
             running.task.add_done_callback(lambda task: self._ended(assignment.group_id, task))
@@ -145,13 +155,13 @@ class RolloutWorker:
         if running is not None and running.task is not None:
             running.task.cancel()
 
-    async def hand_over(self, group_ids: list[int]) -> tuple[TrajectoryGroup | bool, ...]:
+    async def hand_over(self, chunks: list[list[int]]) -> tuple[list[TrajectoryGroup] | bool, ...]:
         """Called by the queue, which so becomes the owner of the groups."""
-        return (*self._own.offers.hand_over(group_ids), True)
+        return self._own.offers.hand_over(chunks)
 
     async def evaluate(self, assignment: Assignment) -> GroupSummary:
         """Run a group whose reward is wanted and nothing else."""
-        running = _Running(assignment, assignment.engine_name, assignment.engine)
+        running = _Running(assignment, assignment.engine)
         return (await self._run(running)).summary()
 
     async def until_death(self) -> None:
@@ -197,19 +207,19 @@ class RolloutWorker:
         """On the engine of the group; if that is lost, on the next one it gets."""
         continuation = Continuation(request)
         while (rest := continuation.rest()) is not None:
-            name = running.engine_name
+            name = running.engine
             try:
-                await self._own.engines.generate(name, running.engine, rest, continuation)
+                await self._own.engines.generate(name, rest, continuation)
             except EngineLost as lost:
                 logs.warning("{} goes on elsewhere: {}", request.request_id, lost)
                 async with running.moving:
-                    if running.engine_name == name:  # else another request of the group was first
+                    if running.engine == name:  # else another request of the group was first
                         await self._relocate(running)
         return continuation.completions()
 
     async def _relocate(self, running: _Running) -> None:
-        group_id, lost = running.assignment.group_id, running.engine_name
-        running.engine_name, running.engine = await until_back(
+        group_id, lost = running.assignment.group_id, running.engine
+        running.engine = await until_back(
             self._own.spec.relocate_timeout_s,
             lambda: self._own.controller.relocate.remote(group_id, lost),
             who="the controller",

@@ -22,6 +22,7 @@ from areal_ray.actors.batches import Batches
 from areal_ray.config import WarmupConfig
 from areal_ray.observability.jsonl import JsonlWriter
 from areal_ray.observability.loop_health import LoopHealth, LoopReport
+from areal_ray.priority import step_aside
 from areal_ray.training.spec import StepMetrics, TrainerSpec
 from areal_ray.types import Prompt, TrajectoryGroup, WeightVersion
 from areal_ray.weights.update import GroupMember, SendingPlan
@@ -67,6 +68,7 @@ class RolloutRecord(msgspec.Struct, frozen=True):
 @ray.remote(max_concurrency=64)
 class TrainerActor:
     def __init__(self, spec: TrainerSpec, queue: ActorHandle, run_dir: str) -> None:
+        step_aside()
         self._spec = spec
         self._batches = Batches(queue, holder="trainer")
         self._run_dir = Path(run_dir)

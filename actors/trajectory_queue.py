@@ -30,6 +30,18 @@ from areal_ray.types import GroupSummary, WeightVersion
 
 HAND_OVER_TIMEOUT_S = 300.0
 
+CHUNK_BYTES = 16 * 2**20
+"""Groups that a worker hands over together lie together in the object store, up to this size: an
+object costs Ray a millisecond or two, however small it is."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a group lies: in which object, and at which position there."""
+
+    chunk: ray.ObjectRef
+    position: int
+
 
 @dataclass(frozen=True)
 class Lease:
@@ -38,7 +50,7 @@ class Lease:
     incarnation: str
     lease_id: int
     group_ids: list[int]
-    references: list[ray.ObjectRef]
+    places: list[Place]
 
 
 class Receipt(msgspec.Struct, frozen=True):
@@ -80,7 +92,7 @@ class TrajectoryQueue:
         max_staleness: int,
         window: int | None,
     ) -> None:
-        self._buffer: TrajectoryBuffer[ray.ObjectRef] = TrajectoryBuffer(
+        self._buffer: TrajectoryBuffer[Place] = TrajectoryBuffer(
             batch=batch,
             max_groups=max_groups,
             max_bytes=max_bytes,
@@ -121,14 +133,9 @@ class TrajectoryQueue:
             await self._take_over(worker, taken)
         return Receipt(self._incarnation, [s.group_id for s in taken], unwanted)
 
-    async def until_room(self, summary: GroupSummary) -> None:
-        """Returns when it may be worth while to offer the group again."""
-        await self._until(
-            lambda: (
-                self._is_open
-                and (not self._buffer.is_wanted(summary.group_id) or self._buffer.has_room(summary))
-            )
-        )
+    async def until_room(self, summaries: Sequence[GroupSummary]) -> None:
+        """Returns when it may be worth while to offer these again: one of them at least."""
+        await self._until(lambda: self._is_open and any(map(self._would_answer, summaries)))
 
     async def get_batch(self, version: WeightVersion, holder: str) -> Lease:
         """Lend out the next groups that are fresh enough. Waits until they make a batch. What the
@@ -152,7 +159,7 @@ class TrajectoryQueue:
             incarnation=self._incarnation,
             lease_id=lease_id,
             group_ids=[entry.summary.group_id for entry in entries],
-            references=[entry.payload for entry in entries],
+            places=[entry.payload for entry in entries],
         )
 
     async def acknowledge(self, incarnation: str, lease_id: int) -> None:
@@ -208,11 +215,12 @@ class TrajectoryQueue:
         self._changed.notify()
 
     async def _take_over(self, worker: ActorHandle, summaries: Sequence[GroupSummary]) -> None:
+        chunks = _chunks(summaries)
         try:
-            # The last return value only tells that the others are stored: awaiting a group
+            # The last return value only tells that the others are stored: awaiting a chunk
             # itself would bring it here.
-            *groups, stored = worker.hand_over.options(num_returns=len(summaries) + 1).remote(
-                [summary.group_id for summary in summaries]
+            *references, stored = worker.hand_over.options(num_returns=len(chunks) + 1).remote(
+                [[summary.group_id for summary in chunk] for chunk in chunks]
             )
             await within(
                 HAND_OVER_TIMEOUT_S, stored, who="a rollout worker", doing="handing groups over"
@@ -222,11 +230,29 @@ class TrajectoryQueue:
                 self._buffer.cancel(summary.group_id)
             self._changed.notify()
             raise
-        for group, summary in zip(groups, summaries, strict=True):
-            self._buffer.put(group, summary)
+        for reference, chunk in zip(references, chunks, strict=True):
+            for position, summary in enumerate(chunk):
+                self._buffer.put(Place(reference, position), summary)
         self._changed.notify()
+
+    def _would_answer(self, summary: GroupSummary) -> bool:
+        """Whether this group, offered now, would be taken or refused for good."""
+        return not self._buffer.is_wanted(summary.group_id) or self._buffer.has_room(summary)
 
     async def _until(self, condition: Callable[[], object]) -> None:
         await self._changed.until(lambda: self._closed or condition())
         if self._closed:
             raise QueueClosed("the trajectory queue is closed")
+
+
+def _chunks(summaries: Sequence[GroupSummary]) -> list[list[GroupSummary]]:
+    """As they come, as many together as fit."""
+    chunks: list[list[GroupSummary]] = []
+    room = 0
+    for summary in summaries:
+        if not chunks or summary.nbytes > room:
+            chunks.append([])
+            room = CHUNK_BYTES
+        chunks[-1].append(summary)
+        room -= summary.nbytes
+    return chunks

@@ -88,8 +88,9 @@ class GenerationConfig(Section):
     startup_timeout_s: Positive = 900.0
     request_timeout_s: Positive = 900.0
     """One generation call, a whole group, must end within this."""
-    progress_every_s: Positive = 2.0
-    """How often an engine's tokens are noted elsewhere, to go on from if it is lost."""
+    progress_every_s: Positive = 10.0
+    """How often an engine's tokens are noted elsewhere, to go on from if its actor dies. (When
+    vLLM's own process dies, the actor still has them.)"""
     probe_every_s: Positive = 5.0
     """How often an engine proves that it still generates."""
     suspect_after_s: Positive = 30.0

@@ -134,8 +134,7 @@ class TrajectoryBuffer(Generic[Payload]):
 
     def has_room(self, summary: GroupSummary) -> bool:
         """What the next batch is short of is let in past every bound: it would wait for ever."""
-        coming = sum(self._may_go(group_id) for group_id in self._reserved)
-        if self._may_go(summary.group_id) and coming + len(self._ready()) < self._batch:
+        if self._may_go(summary.group_id) and self._soon_ready() < self._batch:
             return True
         return self.groups < self._max_groups and self._bytes + summary.nbytes <= self._max_bytes
 
@@ -191,6 +190,12 @@ class TrajectoryBuffer(Generic[Payload]):
         """Their prompts are known to be drawn again."""
         for group_id in group_ids:
             self._expired.pop(group_id, None)
+
+    def _soon_ready(self) -> int:
+        """How many wait or are being brought that may go."""
+        if self._window is None:
+            return len(self._reserved) + len(self._waiting)
+        return sum(map(self._may_go, self._reserved)) + sum(map(self._may_go, self._waiting))
 
     def _ready(self) -> list[int]:
         """The waiting groups that may go, in the order in which they go."""

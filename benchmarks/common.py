@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from ray.actor import ActorHandle
@@ -36,6 +37,7 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic.py"
 RAYS_OWN = ("IDLE", "DashboardAgent", "RuntimeEnvAgent")
 CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
+T = TypeVar("T")
 Figure = float | int | str | bool | list[float]
 
 
@@ -182,24 +184,24 @@ class Lags:
         self._actors = actors
 
     async def reset(self) -> None:
-        """Begin anew. An actor that has no such clock gets one."""
-
-        def begin(actor: object) -> None:
-            if not hasattr(actor, "_loop_health"):
-                actor._loop_health = LoopHealth(who=type(actor).__name__)
-                actor._loop_health.start()
-            actor._loop_health.reset()
-
-        await asyncio.gather(*(a.__ray_call__.remote(begin) for a in self._actors.values()))
+        """Begin anew."""
+        await self._ask(LoopHealth.reset)
 
     async def reports(self) -> dict[str, LoopReport]:
-        def report(actor: object) -> LoopReport:
-            return actor._loop_health.report()
+        return dict(zip(self._actors, await self._ask(LoopHealth.report), strict=True))
 
-        reports = await asyncio.gather(
-            *(actor.__ray_call__.remote(report) for actor in self._actors.values())
-        )
-        return dict(zip(self._actors, reports, strict=True))
+    async def _ask(self, question: Callable[[LoopHealth], T]) -> list[T]:
+        """Of each actor, on its own event loop: what Ray calls so runs in another thread."""
+
+        def ask(actor: object) -> T:
+            health: LoopHealth = actor._loop_health
+
+            async def answer() -> T:
+                return question(health)
+
+            return asyncio.run_coroutine_threadsafe(answer(), health._loop).result(60)
+
+        return await asyncio.gather(*(a.__ray_call__.remote(ask) for a in self._actors.values()))
 
 
 async def pid_of(actor: ActorHandle) -> int:

@@ -74,8 +74,8 @@ class Producer:
         # Made once: this is about moving them.
         self._group = group_of(1, nbytes)
 
-    async def hand_over(self, group_ids: list[int]) -> tuple[TrajectoryGroup | bool, ...]:
-        return (*self._offers.hand_over(group_ids), True)
+    async def hand_over(self, chunks: list[list[int]]) -> tuple[list[TrajectoryGroup] | bool, ...]:
+        return self._offers.hand_over(chunks)
 
     async def offer_to(self, queue: ActorHandle, group_ids: Sequence[int]) -> None:
         self._offers = Offers(queue, ray.get_runtime_context().current_actor)

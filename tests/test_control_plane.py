@@ -59,7 +59,10 @@ def test_a_batch_is_read_from_the_object_store_after_its_worker_is_gone(rehearse
             await rehearsal.crew.controller.close.remote()
             ray.kill(rehearsal.workers["worker-0"])
             lease = await rehearsal.crew.queue.get_batch.remote(0, "a test")
-            groups = await asyncio.gather(*lease.references)
+            chunks = await asyncio.gather(*(place.chunk for place in lease.places))
+            groups = [
+                chunk[place.position] for chunk, place in zip(chunks, lease.places, strict=True)
+            ]
             await rehearsal.crew.queue.acknowledge.remote(lease.incarnation, lease.lease_id)
             assert (await rehearsal.crew.queue.status.remote()).held_groups == 4
             return [one for group in groups for one in group.trajectories]

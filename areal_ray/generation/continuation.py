@@ -28,12 +28,14 @@ class Continuation:
         self._parts: list[list[Completion]] = [[] for _ in range(request.n)]
         self._asked: list[int] = []
         self._learnt: list[list[Completion]] = []
+        self._known: list[int] = []
         self._calls = 0
 
     def rest(self) -> GenerationRequest | None:
         """What is still to be generated, or None when every sample is finished."""
         self._asked = [i for i in range(self._request.n) if not self._is_finished(i)]
         self._learnt = [[] for _ in self._asked]
+        self._known = [0] * len(self._asked)
         if not self._asked:
             return None
         self._calls += 1
@@ -60,12 +62,13 @@ class Continuation:
 
     def learn(self, parts: list[Completion]) -> None:
         """What the engine tells of the last `rest` meanwhile, beyond what is `known`."""
-        for learnt, part in zip(self._learnt, parts, strict=True):
-            learnt.append(part)
+        for sample, part in enumerate(parts):
+            self._learnt[sample].append(part)
+            self._known[sample] += len(part.token_ids)
 
     def known(self) -> list[int]:
         """How many tokens of each sample of the last `rest` were learnt of."""
-        return [sum(len(part.token_ids) for part in learnt) for learnt in self._learnt]
+        return list(self._known)
 
     def add_what_is_known(self) -> None:
         """The engine is lost, and can't say more than it has."""

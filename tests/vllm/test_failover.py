@@ -77,7 +77,11 @@ def test_over_the_death_of_an_engine_and_of_an_actor_every_token_is_kept(
         n=4,
         sampling=Sampling(max_new_tokens=LENGTH, temperature=0.8),
     )
-    calls = EngineCalls(request_timeout_s=120.0, progress_every_s=0.05)
+
+    async def find(name: str) -> ray.actor.ActorHandle:
+        return engines[name]
+
+    calls = EngineCalls(find, request_timeout_s=120.0, progress_every_s=0.05)
     continuation = Continuation(asked)
 
     async def until_known(tokens: int) -> None:
@@ -87,7 +91,7 @@ def test_over_the_death_of_an_engine_and_of_an_actor_every_token_is_kept(
     async def lose(name: str, victim: int, at: int) -> list[np.ndarray]:
         """Let an engine work at the rest until it is killed; what the others are then asked."""
         rest = continuation.rest()
-        working = asyncio.ensure_future(calls.generate(name, engines[name], rest, continuation))
+        working = asyncio.ensure_future(calls.generate(name, rest, continuation))
         await until_known(at)
         known = continuation.known()
         os.kill(victim, signal.SIGKILL)
@@ -108,7 +112,7 @@ def test_over_the_death_of_an_engine_and_of_an_actor_every_token_is_kept(
         # The actor dies: what it made is known from its progress.
         second = await lose("second", await pid_of(engines["second"]), at=64)
         rest = continuation.rest()
-        await calls.generate("third", engines["third"], rest, continuation)
+        await calls.generate("third", rest, continuation)
         assert continuation.rest() is None
         return first, second, continuation.completions()
 
