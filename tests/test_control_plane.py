@@ -191,6 +191,24 @@ def test_in_strict_order_groups_are_trained_on_as_they_were_drawn(rehearse) -> N
     assert run(scenario()) == list(range(24))
 
 
+def test_a_full_queue_makes_groups_wait_and_loses_none(rehearse) -> None:
+    async def scenario() -> None:
+        # Room for one byte: only what the next batch is short of is let in.
+        narrow = {"max_queue_gib": 2**-30, "max_staleness": 3}
+        async with rehearse(rollout=narrow) as rehearsal:
+            await rehearsal.until(lambda c: (c.accepted, c.running) == (4, 12), "a full queue")
+            for _ in range(5):
+                await rehearsal.step()
+            await rehearsal.until(lambda c: (c.accepted, c.running) == (24, 12), "as full again")
+            _, queue = await rehearsal.crew.status()
+            assert queue.held_groups == 4
+            assert len(set(rehearsal.trained)) == 20
+            counts = await rehearsal.counts()
+            assert (counts.failed, counts.expired) == (0, 0)
+
+    run(scenario())
+
+
 def test_a_pause_starts_nothing_new_and_still_takes_what_runs(rehearse) -> None:
     async def scenario() -> None:
         async with rehearse() as rehearsal:

@@ -3,6 +3,7 @@
 config.yaml     the configuration as resolved
 metrics.jsonl   a record for each step and each evaluation
 rollouts.jsonl  every sample that was trained on (the trainer writes it)
+rollout.journal what has become of each group (the controller writes it, and goes on from it)
 model/          the exported model
 reward.png      the reward curve
 """
