@@ -18,6 +18,8 @@ T = TypeVar("T")
 
 
 class Bookkeeper:
+    book: RolloutBook
+
     def __init__(self, path: Path, *, batch: int, max_staleness: int, max_concurrent: int) -> None:
         self._journal = Journal(path)
         self._limits = {
@@ -28,11 +30,10 @@ class Bookkeeper:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._turn = asyncio.Lock()
 
-    async def read(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> RolloutBook:
-        """The book as the journal has it, or an empty one if there is no journal yet."""
+    async def read(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
+        """`book` is then as the journal has it, or empty if there is no journal yet."""
         source = PromptSource(prompts, seed=seed, shuffle=shuffle)
         self.book = await self._off_loop(self._reread, source)
-        return self.book
 
     async def write(self) -> None:
         """Returns when all that has happened so far is written."""

@@ -11,27 +11,23 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorUnavailableError
 
 from areal_ray import logs
 from areal_ray.actors.bookkeeper import Bookkeeper
-from areal_ray.actors.calls import ASK_TIMEOUT_S, RETRY_EVERY_S, until_back
 from areal_ray.actors.checkpoint_engine import LostEngine
 from areal_ray.actors.group_calls import WORKER_GONE, GroupCalls
 from areal_ray.actors.keepers import EngineKeeper, WorkerKeeper
 from areal_ray.actors.pool import ActorPool, Care
+from areal_ray.actors.queue_line import QueueLine
 from areal_ray.actors.rollout_worker import WorkerSpec
-from areal_ray.actors.trajectory_queue import QueueNews
 from areal_ray.changes import Changes
-from areal_ray.deadlines import within
 from areal_ray.error_budget import ErrorBudget, FailureKind
 from areal_ray.errors import (
     DeadlineExceeded,
@@ -47,8 +43,6 @@ from areal_ray.rollout_book import RolloutBook, Ticket
 from areal_ray.staleness import LedgerCounts
 from areal_ray.tasks import Ended, TaskRunner
 from areal_ray.types import GroupOutcome, GroupSummary, Prompt, Sampling, WeightVersion
-
-T = TypeVar("T")
 
 WORKERS_PER_GROUP = 3
 """A group that so many workers died under is at fault itself."""
@@ -95,9 +89,6 @@ class Evaluation(msgspec.Struct, frozen=True):
 
 @ray.remote(max_concurrency=4096)
 class RolloutController:
-    _queue: ActorHandle
-    _trainer: ActorHandle
-
     def __init__(self, spec: ControllerSpec) -> None:
         self._spec = spec
         self._tasks: TaskRunner[None] = TaskRunner()
@@ -121,10 +112,8 @@ class RolloutController:
             max_staleness=spec.max_staleness,
             max_concurrent=spec.max_concurrent_groups,
         )
-        self._attached_book: RolloutBook | None = None
         self._attaching = asyncio.Lock()
-        self._queue_incarnation = ""
-        self._to_drop: list[int] = []
+        self._line_to_queue: QueueLine | None = None
         self._changed = Changes()
         self._filtered_in_a_row = 0
         self._evaluated = 0
@@ -139,13 +128,11 @@ class RolloutController:
         Not arguments of the constructor: those may be gone by the time Ray calls it again.
         """
         async with self._attaching:
-            if self._attached_book is not None:
+            if self._line_to_queue is not None:
                 return
-            self._queue, self._trainer = queue, trainer
             self._worker_keeper.queue = queue
-            self._attached_book = await self._bookkeeper.read(
-                prompts, seed=self._spec.seed, shuffle=self._spec.shuffle
-            )
+            await self._bookkeeper.read(prompts, seed=self._spec.seed, shuffle=self._spec.shuffle)
+            self._line_to_queue = QueueLine(self._bookkeeper, queue, trainer, self._changed)
             if self._book.is_paused:
                 self._groups.pause()
             # A million prompts stay for good: looking through them again and again for garbage
@@ -173,7 +160,7 @@ class RolloutController:
         self._refuse_unless_attached()
         if not self._engine_keeper.weights_are_there.is_set():
             self._engine_keeper.weights_are_there.set()
-            self._tasks.spawn(self._follow_queue, name="following the queue")
+            self._tasks.spawn(self._line.follow, name="following the queue")
             self._tasks.spawn(self._dispatch, name="dispatch")
             self._tasks.spawn(self._settle_all, name="settling")
 
@@ -268,31 +255,30 @@ class RolloutController:
     @property
     def _book(self) -> RolloutBook:
         self._refuse_unless_attached()
-        return self._attached_book
+        return self._bookkeeper.book
+
+    @property
+    def _line(self) -> QueueLine:
+        self._refuse_unless_attached()
+        return self._line_to_queue
 
     def _refuse_unless_attached(self) -> None:
         """A controller that was just restarted knows nothing, and must not answer as if it did."""
-        if self._attached_book is None:
+        if self._line_to_queue is None:
             raise NotReady("the controller was restarted, and is not attached yet")
 
     async def _dispatch(self) -> None:
-        await self._changed.until(lambda: self._queue_incarnation)
+        await self._changed.until(lambda: self._line.incarnation)
         await self._resume_recovered()
         while True:
             tickets = [self._book.draw() for _ in range(self._book.capacity)]
-            drop, self._to_drop = self._to_drop, []
-            # In this order: what the queue is not told to expect was not yet dispatched, and
-            # what it is told to drop is written down as ended.
-            await self._bookkeeper.write()
-            if tickets or drop:
-                expect = [ticket.group_id for ticket in tickets]
-                await self._ask_queue(partial(self._queue.update.remote, expect, drop))
+            await self._line.update([ticket.group_id for ticket in tickets])
             for ticket in tickets:
                 self._submit(ticket)
                 # A whole batch may start at once: let others have the loop in between.
                 await asyncio.sleep(0)
             await self._changed.until(
-                lambda: self._book.capacity or self._to_drop or self._book.has_events
+                lambda: self._book.capacity or self._line.has_drops or self._book.has_events
             )
 
     async def _resume_recovered(self) -> None:
@@ -322,15 +308,15 @@ class RolloutController:
                 )
             except WORKER_GONE as error:
                 lost = error
-                if taken_by := await self._queue_with(group_id):
+                if taken_by := await self._line.taken_by(group_id):
                     return GroupOutcome("taken", queue=taken_by)
                 continue
             except DeadlineExceeded as error:
-                if taken_by := await self._queue_with(group_id, withdraw=True):
+                if taken_by := await self._line.taken_by(group_id, withdraw=True):
                     return GroupOutcome("taken", queue=taken_by)
                 raise GroupTimedOut(str(error)) from error
             if outcome.kind == "not wanted":
-                return GroupOutcome("taken", outcome.summary, self._queue_incarnation)
+                return GroupOutcome("taken", outcome.summary, self._line.incarnation)
             return outcome
         raise WorkerLost(
             f"{WORKERS_PER_GROUP} workers died while they ran group {group_id}"
@@ -371,93 +357,28 @@ class RolloutController:
             return
         self._filtered_in_a_row = 0
         self._book.end(ticket.group_id, "accepted", tokens=tokens)
-        if outcome.queue != self._queue_incarnation:
+        if outcome.queue != self._line.incarnation:
             # It was the last thing that a queue took before it died.
             self._book.expire(ticket.group_id)
-            self._to_drop.append(ticket.group_id)
+            self._line.drop(ticket.group_id)
 
     def _settle_failure(self, ticket: Ticket, error: Exception) -> None:
+        group_id = ticket.group_id
+        logs.warning("group {} failed: {}", group_id, described(error))
+        if not self._book.is_running(group_id):
+            return  # what failed was only the word of it: the queue has had it
         timed_out = isinstance(error, GroupTimedOut)
-        if not self._book.end(ticket.group_id, "timed out" if timed_out else "failed"):
+        if not self._book.end(group_id, "timed out" if timed_out else "failed"):
             logs.warning("a prompt failed too often and is given up: {}", ticket.prompt)
-        self._to_drop.append(ticket.group_id)
-        logs.warning("group {} failed: {}", ticket.group_id, described(error))
-        self._budget.failed(f"group {ticket.group_id}", error)
+        self._line.drop(group_id)
+        self._budget.failed(f"group {group_id}", error)
 
     def _settle_filtered(self, group_id: int, tokens: int) -> None:
         self._book.end(group_id, "filtered", tokens=tokens)
-        self._to_drop.append(group_id)
+        self._line.drop(group_id)
         self._filtered_in_a_row += 1
         if self._filtered_in_a_row > self._spec.max_filtered_in_a_row:
             raise FilteredOut(
                 f"rollout.filter let none of {self._filtered_in_a_row} groups in a row through "
                 "(rollout.max_filtered_in_a_row): there is nothing to train on"
             )
-
-    async def _follow_queue(self) -> None:
-        """Learn what expired in the queue, and mend what a restart of it has torn."""
-        incarnation, rerolled = "", []
-        while True:
-            try:
-                news: QueueNews = await self._queue.news.remote(incarnation, rerolled)
-            except ActorUnavailableError:
-                await asyncio.sleep(RETRY_EVERY_S)
-                continue
-            if news.incarnation != incarnation:
-                await (self._rejoin_queue(news) if news.is_open else self._open_queue(news))
-                incarnation = news.incarnation
-            for group_id in news.expired:
-                if self._book.is_running(group_id):
-                    # The worker's own word that the queue has taken it is still on its way.
-                    self._book.end(group_id, "accepted")
-                self._book.expire(group_id)
-            rerolled = news.expired
-            await self._bookkeeper.write()
-            self._changed.notify()
-
-    async def _rejoin_queue(self, news: QueueNews) -> None:
-        """We are the ones who were restarted. What the queue expects no more, it has taken,
-        unless it was withdrawn; and what it expects in vain, it has yet to be told to drop."""
-        running = {ticket.group_id for ticket in self._book.running}
-        heard_of = {group_id for group_id in running if group_id <= news.highest_expected}
-        for group_id in sorted(heard_of.difference(news.expected)):
-            self._book.end(group_id, "timed out" if group_id in news.withdrawn else "accepted")
-        drop = [*set(news.expected).difference(running), *news.withdrawn]
-        await self._bookkeeper.write()
-        await self._ask_queue(partial(self._queue.update.remote, sorted(running - heard_of), drop))
-        self._queue_incarnation = news.incarnation
-
-    async def _open_queue(self, news: QueueNews) -> None:
-        """The queue is new. What one before it held is lost but for what the trainer has."""
-        in_hand = await within(
-            ASK_TIMEOUT_S,
-            self._trainer.queue_restarted.remote(news.incarnation),
-            who="the trainer",
-            doing="telling which groups it holds",
-        )
-        for group_id in filter(self._book.is_running, in_hand):
-            # The trainer had it before the worker's own word came.
-            self._book.end(group_id, "accepted")
-        lost = set(self._book.accepted).difference(in_hand)
-        for group_id in sorted(lost, reverse=True):
-            self._book.expire(group_id)
-        if lost:
-            logs.warning("{} groups were lost with the queue and are drawn again", len(lost))
-        await self._bookkeeper.write()
-        # Before it takes anything: what it takes then is not taken for a dead one's.
-        self._queue_incarnation = news.incarnation
-        running = [ticket.group_id for ticket in self._book.running]
-        await self._ask_queue(partial(self._queue.open.remote, running))
-        # What ended meanwhile may have been dropped before it was expected.
-        self._to_drop += [g for g in running if not self._book.is_running(g)]
-
-    async def _queue_with(self, group_id: int, *, withdraw: bool = False) -> str:
-        """The incarnation of the queue that has taken it, or nothing."""
-        return await self._ask_queue(
-            partial(self._queue.has_taken.remote, group_id, withdraw=withdraw)
-        )
-
-    async def _ask_queue(self, call: Callable[[], Awaitable[T]]) -> T:
-        return await until_back(
-            ASK_TIMEOUT_S, call, who="the trajectory queue", doing="answering the controller"
-        )

@@ -7,10 +7,11 @@ Three sides, the same model, sampling and groups in flight:
   scored by a reward process, and taken over by the queue.
 
 Both engines are loaded all the time, and one generates while the other idles: the sides take
-turns. In each turn the groups in flight are filled up, as many groups as fit in flight twice are
-waited out, and then the tokens of the groups that end within a window are counted: no start, no
-tail. A round is one window of each side; a ratio is made within a round, and the median over the
-rounds is what counts. Before it stands who spent how much CPU on it.
+turns. Each turn begins with an empty engine, keeps the same number of groups in flight, and ends
+with the same number of finished groups: not after a time, since groups that began together end
+together, and a window would see a wave more or less. A round is one turn of each side; a ratio is
+made within a round, and the median over the rounds is what counts. Before it stands who spent
+how much CPU on it.
 """
 
 from __future__ import annotations
@@ -47,8 +48,6 @@ from areal_ray.generation.vllm import VllmEngine
 from areal_ray.types import GenerationRequest
 
 PROMPT = Prompt(text="12+34=")
-WARM_UP_ROUNDS = 2
-"""How often the groups in flight are all replaced before a window begins."""
 
 
 def no_reward(prompt: Prompt, completion: Completion) -> float:
@@ -76,18 +75,15 @@ class Side(ABC):
 
     name: str
 
-    async def window(self, seconds: float, groups_in_flight: int) -> Window:
-        await self.fill()
-        _, before = await self.counted()
-        warm = before + WARM_UP_ROUNDS * groups_in_flight
-
-        async def is_warm() -> bool:
-            return (await self.counted())[1] >= warm
-
-        await until(is_warm, "the warm-up", every_s=0.1)
-        meter, began = CpuMeter(), time.perf_counter()
+    async def window(self, groups_to_finish: int) -> Window:
         tokens, groups = await self.counted()
-        await asyncio.sleep(seconds)
+
+        async def is_done() -> bool:
+            return (await self.counted())[1] >= groups + groups_to_finish
+
+        meter, began = CpuMeter(), time.perf_counter()
+        await self.fill()
+        await until(is_done, "its groups", every_s=0.05)
         tokens_after, groups_after = await self.counted()
         elapsed_s, cpu = time.perf_counter() - began, meter.use()
         await self.drain()
@@ -202,9 +198,8 @@ class RolloutPath(Side):
         await until(stands_still, "the pause", every_s=1.0)
 
 
-async def measure(config: Config, model: str, seconds: float, rounds: int) -> list[list[Window]]:
+async def measure(config: Config, model: str, groups: int, rounds: int) -> list[list[Window]]:
     """Rounds of one window for each side."""
-    in_flight = config.rollout.max_concurrent_groups
     engine = VllmEngine(engine_spec(config, 0, model), address="127.0.0.1")
     await engine.start()
     try:
@@ -214,7 +209,7 @@ async def measure(config: Config, model: str, seconds: float, rounds: int) -> li
             sides = [BareLlm(config, engine), BareEngine(config, engine), path]
             windows = []
             for number in range(rounds):
-                turn = [await side.window(seconds, in_flight) for side in sides]
+                turn = [await side.window(groups) for side in sides]
                 rates = ", ".join(f"{window.tokens_per_s:,.0f}" for window in turn)
                 say(f"round {number + 1}: {rates} tokens/s")
                 windows.append(turn)
@@ -290,17 +285,17 @@ def settings(options: argparse.Namespace, model: str) -> Mapping[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each window")
+    parser.add_argument("--groups", type=int, default=128, help="to finish in each turn")
     parser.add_argument("--groups-in-flight", type=int, default=32)
     parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     options = parser.parse_args()
     with random_model(hidden=options.hidden, layers=options.layers, vocabulary=96) as model:
         config = resolved(settings(options, str(model)))
         with local_cluster(config), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            windows = runner.run(measure(config, str(model), options.seconds, options.rounds))
+            windows = runner.run(measure(config, str(model), options.groups, options.rounds))
     report(windows)
 
 
