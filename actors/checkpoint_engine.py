@@ -132,6 +132,7 @@ class CheckpointEngineManager:
                 lost += broken
                 continue
             if sent != version:
+                await self._discard(engines)
                 raise WeightUpdateError(f"the trainer sent version {sent}, expected {version}")
             return staged_s, engines
         raise failure

@@ -193,8 +193,9 @@ def test_in_strict_order_groups_are_trained_on_as_they_were_drawn(rehearse) -> N
 
 def test_a_full_queue_makes_groups_wait_and_loses_none(rehearse) -> None:
     async def scenario() -> None:
-        # Room for one byte: only what the next batch is short of is let in.
-        narrow = {"max_queue_gib": 2**-30, "max_staleness": 3}
+        # Room for one byte: only what the next batch is short of is let in. In strict order, or
+        # some would be overtaken until they are too old.
+        narrow = {"max_queue_gib": 2**-30, "max_staleness": 3, "order": "strict"}
         async with rehearse(rollout=narrow) as rehearsal:
             await rehearsal.until(lambda c: (c.accepted, c.running) == (4, 12), "a full queue")
             for _ in range(5):

@@ -18,7 +18,7 @@ from areal_ray.generation.faults import Die, Wedge
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
-STEPS = 10
+STEPS = 6
 STRICT = {"order": "strict"}
 """In this order no group grows too old: what expires was lost with the queue."""
 
@@ -104,7 +104,7 @@ def test_a_worker_killed_in_flight_loses_no_group(rehearse) -> None:
             working = asyncio.ensure_future(rehearsal.steps(STEPS))
             await rehearsal.step_reached(2)
             await kill(rehearsal.workers["worker-0"])
-            await rehearsal.step_reached(5)
+            await rehearsal.step_reached(4)
             await kill(rehearsal.workers["worker-1"])
             await working
             await rehearsal.check_that_all_is_well()
@@ -163,7 +163,7 @@ def test_a_killed_controller_goes_on_from_its_journal(rehearse) -> None:
     async def scenario() -> None:
         async with rehearse() as rehearsal:
             working = asyncio.ensure_future(rehearsal.steps(STEPS))
-            for version in (2, 5):
+            for version in (2, 4):
                 await rehearsal.step_reached(version)
                 before, _ = await rehearsal.crew.status()
                 await kill(rehearsal.crew.controller)

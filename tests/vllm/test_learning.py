@@ -28,6 +28,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     marked = MarkedProcesses(f"learned-{os.getpid()}")
     runs = tmp_path_factory.mktemp("learned")
     training = Training(
+        runs / "said.txt",
         marked.environment,
         str(EXAMPLES / "arithmetic.yaml"),
         f"runs_dir={runs}",
