@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
+from areal_ray import logs
 from areal_ray.deadlines import within
 from areal_ray.errors import ArealRayError, DeadlineExceeded, EngineNotServing, described
 from areal_ray.generation.continuation import Continuation
@@ -59,6 +61,7 @@ class EngineCalls:
         line.requests[rest.request_id] = into
         if line.asking is None:
             line.asking = asyncio.create_task(self._ask_for_progress(line))
+            line.asking.add_done_callback(partial(_tell_failure, name))
         try:
             result = await self._answer(name, handle, rest)
         except (RayActorError, EngineNotServing, DeadlineExceeded) as error:
@@ -100,3 +103,9 @@ class EngineCalls:
             for request_id, parts in news.items():
                 if request_id in line.requests:
                     line.requests[request_id].learn(parts)
+
+
+def _tell_failure(name: str, asking: asyncio.Task[None]) -> None:
+    """No request depends on it, but more would be lost with the engine: it must not go unseen."""
+    if not asking.cancelled() and (error := asking.exception()) is not None:
+        logs.warning("{} is not asked for its progress any more: {}", name, described(error))

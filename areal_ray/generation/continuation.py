@@ -62,8 +62,8 @@ class Continuation:
 
     def learn(self, parts: list[Completion]) -> None:
         """What the engine tells of the last `rest` meanwhile, beyond what is `known`."""
-        for sample, part in enumerate(parts):
-            self._learnt[sample].append(part)
+        for sample, (learnt, part) in enumerate(zip(self._learnt, parts, strict=True)):
+            learnt.append(part)
             self._known[sample] += len(part.token_ids)
 
     def known(self) -> list[int]:
