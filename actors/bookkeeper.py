@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 class Bookkeeper:
     book: RolloutBook
+    found_a_journal: bool
+    """Somebody kept this book before us."""
 
     def __init__(self, path: Path, *, batch: int, max_staleness: int, max_concurrent: int) -> None:
         self._journal = Journal(path)
@@ -45,7 +47,9 @@ class Bookkeeper:
                 await self._off_loop(self._journal.append, events)
 
     def _reread(self, source: PromptSource) -> RolloutBook:
-        state, events = self._journal.read() or (None, [])
+        written = self._journal.read()
+        self.found_a_journal = written is not None
+        state, events = written or (None, [])
         book = RolloutBook(source, state=state, **self._limits)
         book.replay(events)
         self._journal.begin(book.state)

@@ -96,11 +96,15 @@ class ActorPool:
         """How late the event loop of each ran, when it last proved itself."""
         return dict(self._loops)
 
-    def add(self, name: str, handle: ActorHandle) -> None:
-        """Look after it from now on. Telling it twice does no harm."""
+    def add(self, name: str, handle: ActorHandle, *, has_served: bool) -> None:
+        """Look after it from now on. Telling it twice does no harm.
+
+        `has_served`: under another's care. Before any has served, a failure ends the run: what
+        can't work need not be tried again.
+        """
         if name in self._fleet:
             return
-        self._fleet.add(name)
+        self._fleet.add(name, has_served=has_served)
         self._handles[name] = handle
         self._doubts[name] = asyncio.Event()
         self._tasks.spawn(lambda: self._look_after(name), name=f"looking after {name}")

@@ -150,10 +150,11 @@ class RolloutController:
         self._refuse_unless_attached()
         self._engine_keeper.manager = manager
         self._worker_keeper.spec = worker_spec
+        taken_over = self._bookkeeper.found_a_journal
         for name, handle in workers:
-            self._workers.add(name, handle)
+            self._workers.add(name, handle, has_served=taken_over)
         for name, handle in engines:
-            self._engines.add(name, handle)
+            self._engines.add(name, handle, has_served=taken_over)
 
     async def start(self) -> None:
         """The trainer has weights: sync the engines and begin to roll out. Returns at once."""

@@ -97,10 +97,11 @@ class Fleet:
             for name, m in self._members.items()
         ]
 
-    def add(self, name: str) -> None:
+    def add(self, name: str, *, has_served: bool = False) -> None:
+        """`has_served`: it did so before this fleet knew of it."""
         if name in self._members:
             raise ValueError(f"{name} is in the fleet already")
-        self._members[name] = _Member("starting", self._clock())
+        self._members[name] = _Member("starting", self._clock(), has_served=has_served)
 
     def started(self, name: str) -> None:
         self._move(name, ("starting",), "syncing")

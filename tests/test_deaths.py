@@ -14,7 +14,7 @@ from ray.actor import ActorHandle
 from rehearsing import PROMPTS, RehearsedCrew, pid_of, run, simulated
 
 from areal_ray.errors import PoolError
-from areal_ray.generation.faults import Die, Wedge
+from areal_ray.generation.faults import Die, FailCommit, Wedge
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -176,6 +176,30 @@ def test_a_killed_controller_goes_on_from_its_journal(rehearse) -> None:
             # The engines were left alone: they hold the weights, and had work all the while.
             rollout, _ = await rehearsal.crew.status()
             assert [engine.incarnation for engine in rollout.engines] == [1, 1]
+
+    run(scenario())
+
+
+def test_a_torn_engine_that_a_new_controller_finds_is_replaced(rehearse) -> None:
+    """The old controller dies before it hears of the failed commit; the new one, for which no
+    engine has served yet, can't give this one weights."""
+
+    async def scenario() -> None:
+        async with rehearse(generation={"engines": 1}) as rehearsal:
+            await rehearsal.step()
+            await rehearsal.inject("engine-0", FailCommit())
+            crew = rehearsal.crew
+
+            async def tear_and_kill() -> None:
+                update = await crew.manager.update_weights.remote(2)
+                assert [one.name for one in update.lost] == ["engine-0"]
+                await kill(crew.controller)
+
+            await rehearsal.step(once_trained=tear_and_kill)
+            await rehearsal.steps(2)
+            await rehearsal.check_that_all_is_well()
+            rollout, _ = await crew.status()
+            assert [engine.incarnation for engine in rollout.engines] == [2]
 
     run(scenario())
 
