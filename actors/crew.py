@@ -24,7 +24,9 @@ from areal_ray.actors.crew_specs import (
     controller_spec,
     engine_name,
     engine_spec,
+    manager_spec,
     trainer_spec,
+    update_timeout_s,
     window_of,
     worker_spec,
 )
@@ -98,12 +100,7 @@ class Crew:
             )
         self.manager = CheckpointEngineManager.options(
             name="checkpoint-engine-manager", num_cpus=0
-        ).remote(
-            self.trainer,
-            backend="nccl" if config.device == "cuda" else "gloo",
-            bucket_bytes=int(config.weights.bucket_mib * 2**20),
-            timeout_s=config.weights.timeout_s,
-        )
+        ).remote(self.trainer, manager_spec(config))
         self._workers = {
             name: RolloutWorker.options(
                 name=name, num_cpus=0, max_concurrency=self._calls_at_once, max_restarts=-1
@@ -143,13 +140,13 @@ class Crew:
     async def update_weights(self, version: WeightVersion) -> UpdateReport:
         """Carry the trainer's weights to every engine, then let the controller know."""
         report = await within(
-            3 * self._config.weights.timeout_s,
+            update_timeout_s(self._config),
             self.manager.update_weights.remote(version),
             who="the checkpoint engine manager",
             doing=f"weight update {version}",
         )
         await self._ask_controller(
-            lambda: self.controller.commit_version.remote(version, report.lost)
+            lambda: self.controller.commit_version.remote(version, report.outcome.lost)
         )
         return report
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from areal_ray.actors.checkpoint_engine import ManagerSpec
 from areal_ray.actors.pool import Care
 from areal_ray.actors.rollout_controller import ControllerSpec
 from areal_ray.actors.rollout_worker import WorkerSpec
@@ -15,8 +16,11 @@ from areal_ray.generation.engine import EngineSpec
 from areal_ray.plugins import pack
 from areal_ray.training.spec import TrainerSpec
 from areal_ray.types import Prompt
+from areal_ray.weights.transaction import Limits
 
 MAX_FAILED_STARTS = 3
+RESTORE_TIMEOUT_S = 30.0
+"""For each engine's part in undoing an update."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,9 @@ def engine_spec(config: Config, index: int, model_path: str) -> EngineSpec:
         gpu_memory=generation.gpu_memory,
         trust_remote_code=config.model.trust_remote_code,
         seed=config.seed + index,
+        staging=config.weights.staging,
+        kv_after_update=config.weights.kv_after_update,
+        release_kv_cache=config.weights.release_kv_cache,
     )
 
 
@@ -99,6 +106,26 @@ def trainer_spec(config: Config, model_path: str) -> TrainerSpec:
     )
 
 
+def manager_spec(config: Config) -> ManagerSpec:
+    weights = config.weights
+    return ManagerSpec(
+        backend="nccl" if config.device == "cuda" else "gloo",
+        bucket_bytes=int(weights.bucket_mib * 2**20),
+        verify=weights.verify,
+        limits=Limits(
+            timeout_s=weights.timeout_s,
+            restore_timeout_s=RESTORE_TIMEOUT_S,
+            max_failures=weights.max_failures,
+        ),
+    )
+
+
+def update_timeout_s(config: Config) -> float:
+    """All that an update may take: every attempt to its limit with all it undoes, the commit."""
+    attempt_s = 2 * config.weights.timeout_s + 4 * RESTORE_TIMEOUT_S
+    return config.weights.max_failures * attempt_s + config.weights.timeout_s
+
+
 def worker_spec(config: Config, task: Task, model_path: str) -> WorkerSpec:
     return WorkerSpec(
         model_path=model_path,
@@ -132,7 +159,8 @@ def controller_spec(config: Config, run_dir: Path) -> ControllerSpec:
         journal=str(run_dir / "rollout.journal"),
         tensor_parallel=config.generation.tensor_parallel,
         startup_timeout_s=config.generation.startup_timeout_s,
-        sync_timeout_s=3 * config.weights.timeout_s + config.trainer.step_timeout_s,
+        # Behind an update under way, and behind a step that the trainer takes.
+        sync_timeout_s=2 * update_timeout_s(config) + config.trainer.step_timeout_s,
         engine_care=_engine_care(config),
         worker_care=_worker_care(config),
     )

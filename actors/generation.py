@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 import ray
 
-from areal_ray.errors import EngineError, described
+from areal_ray.errors import EngineError, WeightUpdateError, described
 from areal_ray.generation.engine import CommitReport, EngineSpec
 from areal_ray.generation.factory import make_engine
 from areal_ray.generation.log_tail import last_engine_error
@@ -82,7 +82,7 @@ class GenerationActor:
         """vLLM's errors say neither which of many engines failed nor why: this does."""
         try:
             return await call
-        except EngineError:
+        except (EngineError, WeightUpdateError):
             raise
         except Exception as error:  # noqa: BLE001 - raised again, as what it means here
             # Not chained: vLLM gives all callers the same object, whose traceback only grows.

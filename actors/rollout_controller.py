@@ -21,7 +21,6 @@ from ray.actor import ActorHandle
 
 from areal_ray import logs
 from areal_ray.actors.bookkeeper import Bookkeeper
-from areal_ray.actors.checkpoint_engine import LostEngine
 from areal_ray.actors.group_calls import WORKER_GONE, GroupCalls
 from areal_ray.actors.keepers import EngineKeeper, WorkerKeeper
 from areal_ray.actors.pool import ActorPool, Care
@@ -43,6 +42,7 @@ from areal_ray.rollout_book import RolloutBook, Ticket
 from areal_ray.staleness import LedgerCounts
 from areal_ray.tasks import Ended, TaskRunner
 from areal_ray.types import GroupOutcome, GroupSummary, Prompt, Sampling, WeightVersion
+from areal_ray.weights.transaction import LostEngine
 
 WORKERS_PER_GROUP = 3
 """A group that so many workers died under is at fault itself."""

@@ -117,10 +117,12 @@ class TrainerActor:
         """The queue lost what it held. Returns the groups that are here, and will be used."""
         return self._batches.queue_restarted(incarnation)
 
-    async def sending_plan(self, bucket_bytes: int, timeout_s: float) -> SendingPlan:
+    async def sending_plan(self, bucket_bytes: int, timeout_s: float, verify: bool) -> SendingPlan:
         """Open the place where engines join; the weights' names, shapes and order."""
         if self._sender is None:
-            self._sender = await self._in_thread(lambda: self._new_sender(bucket_bytes, timeout_s))
+            self._sender = await self._in_thread(
+                lambda: self._new_sender(bucket_bytes, timeout_s, verify)
+            )
         return self._sender.plan
 
     async def send_weights(self, member: GroupMember) -> WeightVersion:
@@ -156,7 +158,7 @@ class TrainerActor:
 
         return PolicyTrainer(self._spec)
 
-    def _new_sender(self, bucket_bytes: int, timeout_s: float) -> Sender:
+    def _new_sender(self, bucket_bytes: int, timeout_s: float, verify: bool) -> Sender:
         import torch
 
         from areal_ray.weights.sender import Sender
@@ -167,6 +169,7 @@ class TrainerActor:
             dtype=getattr(torch, self._spec.dtype),
             bucket_bytes=bucket_bytes,
             timeout_s=timeout_s,
+            verify=verify,
         )
 
     def _send(self, member: GroupMember) -> WeightVersion:

@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from areal_ray.errors import ConfigError
 from areal_ray.types import Sampling
+from areal_ray.weights.update import KvAfterUpdate, StagingMode
 
 Count = Annotated[int, Meta(ge=1)]
 CountOrZero = Annotated[int, Meta(ge=0)]
@@ -155,6 +156,20 @@ class WeightsConfig(Section):
     """Weights travel in buffers of this size."""
     timeout_s: Positive = 300.0
     """One weight update must reach every engine within this."""
+    staging: StagingMode = "device"
+    """Where weights wait until all engines have them: beside those that serve (`device`), in
+    pinned host memory (`host`), or nowhere (`none`): written in place, while generation stands
+    still. On CPUs `device` and `host` are the same."""
+    kv_after_update: KvAfterUpdate = "recompute"
+    """What becomes of the KV cache of requests in flight: `recompute` it under the new weights, or
+    `keep` what the old ones made. Later prompts never use what old weights cached."""
+    release_kv_cache: bool = False
+    """Give the KV cache's memory back while weights are written in place, for engines that share
+    their GPUs. Needs `staging: none`."""
+    verify: bool = False
+    """Compare a checksum of every bucket after the transfer."""
+    max_failures: Count = 3
+    """So many updates that fail in a row end the run."""
 
 
 class EvaluationConfig(Section):
@@ -241,6 +256,16 @@ def _problems(config: Config, has_held_out: bool) -> Iterator[str]:
         )
     if rollout.window is not None and rollout.order != "window":
         yield f"rollout.window: only read with `rollout.order: window`, not `{rollout.order}`"
+    weights = config.weights
+    if weights.release_kv_cache and weights.staging != "none":
+        yield (
+            "weights.release_kv_cache: needs `weights.staging: none`: with a staging copy the "
+            "engines go on generating, and need their KV cache"
+        )
+    if weights.release_kv_cache and weights.kv_after_update == "keep":
+        yield "weights.kv_after_update: `keep` can't be had with `weights.release_kv_cache`"
+    if weights.release_kv_cache and config.device == "cpu":
+        yield "weights.release_kv_cache: needs GPUs; on CPUs vLLM can't release its KV cache"
     if config.device == "cpu" and config.generation.tensor_parallel > 1:
         yield (
             "generation.tensor_parallel: expected 1 with `device: cpu`, got "

@@ -66,6 +66,22 @@ class WeightUpdateError(ArealRayError):
     """A weight update did not reach every engine."""
 
 
+class TrainerLost(WeightUpdateError):
+    """There is no trainer any more that could send weights."""
+
+
+class WrongVersion(WeightUpdateError):
+    """The trainer's weights are not of the version that was asked for."""
+
+
+class TornWeights(WeightUpdateError):
+    """Some weights of an engine are new and some old: it must not generate any more."""
+
+
+class RestoreError(ArealRayError):
+    """What was acquired could not be given back."""
+
+
 class JournalError(ArealRayError):
     """A journal can't be read or does not belong to this run."""
 

@@ -164,7 +164,7 @@ class Session:
         generated = rollout.generated_tokens - self._tokens_recorded
         record = StepRecord(
             step=report.step,
-            version=update.version,
+            version=update.outcome.version,
             seconds=now - self._began,
             reward=report.mean_reward,
             response_tokens=report.mean_response_tokens,
@@ -179,8 +179,8 @@ class Session:
             loop_lag_p99_ms={who: round(loop.p99_ms, 2) for who, loop in loops.items()},
             waited_s=report.waited_s,
             train_s=report.metrics.seconds,
-            staged_s=update.staged_s,
-            pause_s=update.longest_pause_s,
+            staged_s=update.outcome.staged_s,
+            pause_s=update.outcome.longest_pause_s,
             loss=report.metrics.loss,
             grad_norm=report.metrics.grad_norm,
             lr=report.metrics.lr,

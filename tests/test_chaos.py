@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rehearsing import RehearsedCrew, pid_of, run, simulated
 
-from areal_ray.generation.faults import Die, FailCommit, FailRequest, Slow, SpoilResult, Wedge
+from areal_ray.generation.faults import Die, FailRequest, FailStep, Slow, SpoilResult, Wedge
 from areal_ray.tasks import guarded
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
@@ -41,7 +41,7 @@ INJECTED = {
     "slow": Slow(factor=0.2, duration_s=1.0),
     "engine dies": Die(),
     "engine wedges": Wedge(),
-    "commit fails": FailCommit(),
+    "commit fails": FailStep(step="swap", how="raise", when="after"),
 }
 
 

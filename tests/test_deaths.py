@@ -14,7 +14,7 @@ from ray.actor import ActorHandle
 from rehearsing import PROMPTS, RehearsedCrew, pid_of, run, simulated
 
 from areal_ray.errors import PoolError
-from areal_ray.generation.faults import Die, FailCommit, Wedge
+from areal_ray.generation.faults import Die, FailStep, Wedge
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -187,12 +187,12 @@ def test_a_torn_engine_that_a_new_controller_finds_is_replaced(rehearse) -> None
     async def scenario() -> None:
         async with rehearse(generation={"engines": 1}) as rehearsal:
             await rehearsal.step()
-            await rehearsal.inject("engine-0", FailCommit())
+            await rehearsal.inject("engine-0", FailStep(step="swap", how="raise", when="after"))
             crew = rehearsal.crew
 
             async def tear_and_kill() -> None:
                 update = await crew.manager.update_weights.remote(2)
-                assert [one.name for one in update.lost] == ["engine-0"]
+                assert [one.name for one in update.outcome.lost] == ["engine-0"]
                 await kill(crew.controller)
 
             await rehearsal.step(once_trained=tear_and_kill)

@@ -17,13 +17,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from areal_ray.errors import EngineError
+from areal_ray.errors import EngineError, TornWeights
 from areal_ray.generation.faults import (
     Die,
-    FailCommit,
     FailRequest,
-    FailStage,
     FailStart,
+    FailStep,
     Fault,
     FaultPlan,
     Slow,
@@ -477,8 +476,8 @@ async def test_a_probe_of_a_busy_engine_takes_the_next_token_as_proof() -> None:
 
 async def test_weights_are_staged_once_and_may_be_discarded() -> None:
     clock = ManualClock()
-    engine = await started(clock, SPEC, FailStage())
-    with pytest.raises(EngineError, match="could not stage"):
+    engine = await started(clock, SPEC, FailStep(step="receive", how="raise", when="before"))
+    with pytest.raises(EngineError, match="failed to receive"):
         await engine.stage_weights(b"")
     await engine.stage_weights(b"")
     with pytest.raises(EngineError, match="before the last one ended"):
@@ -488,15 +487,19 @@ async def test_weights_are_staged_once_and_may_be_discarded() -> None:
     assert (await clock.run(engine.commit_weights(1))).version == 1
 
 
-@pytest.mark.parametrize("is_staged", [True, False])
-async def test_an_engine_with_torn_weights_makes_no_more_tokens(is_staged: bool) -> None:
+async def test_without_an_update_there_is_nothing_to_commit() -> None:
+    engine = await started(ManualClock())
+    with pytest.raises(EngineError, match="no update to commit"):
+        await engine.commit_weights(1)
+
+
+async def test_an_engine_with_torn_weights_makes_no_more_tokens() -> None:
     clock = ManualClock()
     engine = await started(clock, ENDLESS)
-    if is_staged:
-        await engine.stage_weights(b"")
-        engine.inject(FailCommit())
+    await engine.stage_weights(b"")
+    engine.inject(FailStep(step="swap", how="raise", when="before"))
     async with running(engine.generate(request())) as call:
-        with pytest.raises(EngineError, match="torn weights"):
+        with pytest.raises(TornWeights, match="torn weights"):
             await clock.run(engine.commit_weights(1))
         await clock.advance(1000.0)
         assert not call.done()

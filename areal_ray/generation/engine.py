@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from areal_ray.types import Completion, GenerationRequest, GenerationResult, WeightVersion
+from areal_ray.weights.update import KvAfterUpdate, StagingMode
 
 
 class EngineSpec(msgspec.Struct, frozen=True):
@@ -25,6 +26,9 @@ class EngineSpec(msgspec.Struct, frozen=True):
     gpu_memory: float
     trust_remote_code: bool
     seed: int
+    staging: StagingMode = "device"
+    kv_after_update: KvAfterUpdate = "recompute"
+    release_kv_cache: bool = False
 
 
 class CommitReport(msgspec.Struct, frozen=True):
@@ -51,14 +55,15 @@ class Engine(Protocol):
         stays green on a wedged one."""
 
     async def stage_weights(self, encoded_update: bytes) -> None:
-        """Begin to receive new weights beside the ones that serve; returns at once."""
+        """Begin to receive new weights (a `WeightUpdate` as msgpack); returns at once. If it fails
+        there is nothing to undo."""
 
     async def commit_weights(self, version: WeightVersion) -> CommitReport:
-        """Pause, swap, stamp, resume. A pause that fails is undone; after a swap that fails the
-        weights may be torn, and the engine is not resumed."""
+        """Pause, swap, stamp, resume. What fails is undone; but after a swap that fails the weights
+        may be torn, and the engine is not resumed."""
 
     async def discard_weights(self) -> str:
-        """Let go of what was staged; the old weights go on serving."""
+        """Let go of what was staged; the old weights go on serving. Raises if they can't."""
 
     @property
     def is_dead(self) -> bool: ...

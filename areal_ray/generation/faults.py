@@ -12,6 +12,7 @@ Chance is seeded: the same requests in the same order meet the same faults.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Literal, TypeVar
 
 import msgspec
@@ -59,15 +60,19 @@ class FailStart(_Triggered, frozen=True):
     """`start` raises when it should be done."""
 
 
-class FailStage(_Triggered, frozen=True):
-    """One `stage_weights` raises."""
+Step = Literal["receive", "pause", "release_kv", "swap", "stamp", "drop", "restore_kv", "resume"]
+"""Of a change of weights, as in `weight_switch.SwitchSteps`."""
 
 
-class FailCommit(_Triggered, frozen=True):
-    """One `commit_weights` raises after its pause: torn weights, and the engine stays paused."""
+class FailStep(_Triggered, frozen=True, kw_only=True):
+    """One step of a change of weights fails: before it has any effect, or with all of it."""
+
+    step: Step
+    how: Literal["raise", "hang", "die"]
+    when: Literal["before", "after"]
 
 
-Fault = Die | Wedge | Slow | FailRequest | SpoilResult | FailStart | FailStage | FailCommit
+Fault = Die | Wedge | Slow | FailRequest | SpoilResult | FailStart | FailStep
 AnyFault = TypeVar("AnyFault", bound=_Triggered)
 
 
@@ -99,10 +104,12 @@ class FaultPlan:
         """Keep it for the next call of its kind."""
         self._waiting.append(fault)
 
-    def take(self, kind: type[AnyFault]) -> AnyFault | None:
-        """The first fault of this kind that waits, once."""
+    def take(
+        self, kind: type[AnyFault], of: Callable[[AnyFault], bool] = lambda _: True
+    ) -> AnyFault | None:
+        """The first fault of this kind that waits and is meant, once."""
         for fault in self._waiting:
-            if isinstance(fault, kind):
+            if isinstance(fault, kind) and of(fault):
                 self._waiting.remove(fault)
                 return fault
         return None

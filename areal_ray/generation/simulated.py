@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -26,19 +27,22 @@ from areal_ray.errors import EngineError, EngineNotServing
 from areal_ray.generation.engine import CommitReport
 from areal_ray.generation.faults import (
     Die,
-    FailCommit,
     FailRequest,
-    FailStage,
     FailStart,
+    FailStep,
     Fault,
     FaultPlan,
     Slow,
     SpoilResult,
+    Step,
     Wedge,
 )
 from areal_ray.generation.paced_clock import Clock, PacedClock, Timer
 from areal_ray.generation.simulated_tokens import SimulatedGeneration
+from areal_ray.generation.simulated_weights import SimulatedWeights
+from areal_ray.generation.weight_switch import WeightSwitch
 from areal_ray.types import Completion, GenerationRequest, GenerationResult, WeightVersion
+from areal_ray.weights.update import StagingMode
 
 
 class SimulatedSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +59,9 @@ class SimulatedSpec(msgspec.Struct, frozen=True, kw_only=True):
     """More than the samples of any request."""
     start_s: float = 0.0
     commit_pause_s: float = 0.0
+    staging: StagingMode = "device"
+    release_kv_cache: bool = False
+    restore_timeout_s: float = 10.0
     faults: tuple[Fault, ...] = ()
 
     def __post_init__(self) -> None:
@@ -71,15 +78,21 @@ class SimulatedEngine:
         self._work: PacedClock | None = None
         self._is_started = False
         self._lost = ""
-        self._is_wedged = self._is_torn = False
-        self._pauses = 0
+        self._is_wedged = False
         self._slowdowns: list[float] = []
         self._plan = FaultPlan(f"{spec.seed} {spec.name}")
         self._fault_timers: set[Timer] = set()
         self._waiting: set[asyncio.Future[str]] = set()
         self._running: dict[str, SimulatedGeneration] = {}
-        self._version: WeightVersion = 0
-        self._is_staged = False
+        self.weights = SimulatedWeights(self, spec.staging)
+        self._switch = WeightSwitch(
+            self.weights,
+            name=spec.name,
+            in_place=spec.staging == "none",
+            release_kv=spec.release_kv_cache,
+            restore_timeout_s=spec.restore_timeout_s,
+            clock=lambda: self._clock.time(),
+        )
 
     async def start(self) -> None:
         if self._work is not None:
@@ -115,7 +128,7 @@ class SimulatedEngine:
         if request.request_id in self._running:
             raise EngineError(f"{self._spec.name} runs {request.request_id} already")
         spoil = self._plan.take(SpoilResult)
-        made = SimulatedGeneration(self._spec, request, self._work.time(), self._version)
+        made = SimulatedGeneration(self._spec, request, self._work.time(), self.weights.version)
         self._running[request.request_id] = made
         try:
             lost = await self._reach(self._work, made.ends_s)
@@ -145,31 +158,16 @@ class SimulatedEngine:
 
     async def stage_weights(self, encoded_update: bytes) -> None:
         await self._answer()
-        if self._plan.take(FailStage):
-            raise EngineError(f"{self._spec.name} could not stage weights, as it was told to")
-        if self._is_staged:
-            raise EngineError(f"{self._spec.name}: an update began before the last one ended")
-        self._is_staged = True
+        await self._switch.stage(encoded_update)
 
     async def commit_weights(self, version: WeightVersion) -> CommitReport:
         await self._answer()
-        began_s = self._clock.time()
-        self._pauses += 1
-        self._set_pace()
-        try:
-            await self._pass(self._clock, began_s + self._spec.commit_pause_s)
-            await self._answer()
-            self._swap(version)
-        finally:
-            self._pauses -= 1
-            self._set_pace()
-        paused_s = self._clock.time() - began_s
+        paused_s = await self._switch.commit(version)
         return CommitReport(engine=self._spec.name, version=version, paused_s=paused_s)
 
     async def discard_weights(self) -> str:
         await self._answer()
-        self._is_staged = False
-        return ""
+        return await self._switch.discard()
 
     @property
     def is_dead(self) -> bool:
@@ -179,39 +177,49 @@ class SimulatedEngine:
     async def close(self) -> None:
         self._lose("was closed")
 
-    def _swap(self, version: WeightVersion) -> None:
-        if self._plan.take(FailCommit) or not self._is_staged:
-            self._is_torn = True
-            raise EngineError(
-                f"{self._spec.name} may hold torn weights after a failed swap to version "
-                f"{version}, and stays paused"
-            )
-        self._is_staged = False
-        self._version = version
-        for made in self._running.values():
-            made.commit(self._work.time(), version)
-
     def _strike(self, fault: Fault) -> None:
         match fault:
             case Die():
                 self._lose("died")
             case Wedge():
                 self._is_wedged = True
-                self._set_pace()
+                self.set_pace()
             case Slow():
                 self._slowdowns.append(fault.factor)
-                self._set_pace()
+                self.set_pace()
                 if fault.duration_s is not None:
                     self._after(fault.duration_s, self._end_slowdown, fault.factor)
             case _:
                 self._plan.hold(fault)
 
+    async def answer_at_step(self, step: Step, when: Literal["before", "after"]) -> None:
+        """A step of a change of weights has come: it goes well, unless a fault is meant for it."""
+        await self._answer()
+        fault = self._plan.take(FailStep, lambda one: (one.step, one.when) == (step, when))
+        if fault is None:
+            return
+        if fault.how == "die":
+            self._lose("died")
+        elif fault.how == "hang":
+            await self._pass(self._clock, math.inf)
+        self._check()
+        raise EngineError(f"{self._spec.name} failed to {step}, as it was told to")
+
+    async def pause_for_commit(self) -> None:
+        self.set_pace()
+        await self._pass(self._clock, self._clock.time() + self._spec.commit_pause_s)
+
+    def commit(self, version: WeightVersion) -> None:
+        """What runs goes on under this version."""
+        for made in self._running.values():
+            made.commit(self._work.time(), version)
+
     def _end_slowdown(self, factor: float) -> None:
         self._slowdowns.remove(factor)
-        self._set_pace()
+        self.set_pace()
 
-    def _set_pace(self) -> None:
-        stands_still = self._lost or self._is_wedged or self._is_torn or self._pauses
+    def set_pace(self) -> None:
+        stands_still = self._lost or self._is_wedged or self.weights.is_paused
         self._work.set_rate(0.0 if stands_still else math.prod(self._slowdowns))
 
     def _lose(self, reason: str) -> None:
@@ -220,7 +228,7 @@ class SimulatedEngine:
             return
         self._lost = reason
         if self._work is not None:
-            self._set_pace()
+            self.set_pace()
         for timer in self._fault_timers:
             timer.cancel()
         self._fault_timers.clear()

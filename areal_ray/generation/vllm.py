@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
-from typing import TYPE_CHECKING
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from areal_ray.changes import Changes
 from areal_ray.errors import EngineError, EngineNotServing, described
 from areal_ray.generation.engine import CommitReport, EngineSpec
 from areal_ray.generation.streaming import StreamedSample
+from areal_ray.generation.weight_switch import WeightSwitch
 from areal_ray.lifeline import claim_ownership
 from areal_ray.types import (
     Completion,
@@ -32,10 +33,17 @@ from areal_ray.types import (
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
     from vllm.v1.engine.async_llm import AsyncLLM
+
+T = TypeVar("T")
 
 GIB = 2**30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+LIVENESS_POLL_S = 0.1
+RESTORE_TIMEOUT_S = 10.0
+"""For each thing that an aborted update gives back."""
 
 PIECE_TOKENS = 32
 """How often vLLM tells of a sample's tokens: so many may be lost with the engine."""
@@ -52,6 +60,13 @@ class VllmEngine:
         self._pieces = 0
         self._piece_came = Changes()
         self._probes = 0
+        self._switch = WeightSwitch(
+            _VllmSteps(self),
+            name=spec.name,
+            in_place=spec.staging == "none",
+            release_kv=spec.release_kv_cache,
+            restore_timeout_s=RESTORE_TIMEOUT_S,
+        )
 
     async def start(self) -> None:
         _set_environment(self._spec, self._address)
@@ -134,46 +149,26 @@ class VllmEngine:
     ) -> None:
         for sample in samples:
             sample.version = self._version
-        async for output in self._engine.generate({"prompt_token_ids": prompt}, params, request_id):
+        asked: TokensPrompt = {"prompt_token_ids": prompt}
+        if self._spec.kv_after_update == "keep":
+            # What is cached was computed by some version's weights: a prompt finds that of its own
+            # version only. (Otherwise a commit empties the cache.)
+            asked["cache_salt"] = str(self._version)
+        async for output in self._engine.generate(asked, params, request_id):
             for piece in output.outputs:
                 samples[piece.index].add(piece, served_now=self._version)
             self._pieces += 1
             self._piece_came.notify()
 
     async def stage_weights(self, encoded_update: bytes) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        await self._engine.start_weight_update()
-        await self._engine.update_weights(
-            WeightTransferUpdateRequest(update_info={"encoded": encoded_update})
-        )
+        await self._switch.stage(encoded_update)
 
     async def commit_weights(self, version: WeightVersion) -> CommitReport:
-        began = time.perf_counter()
-        try:
-            # Kept requests go on under the new weights; clearing the cache makes them, and
-            # every later prompt with the same prefix, recompute what the old weights left.
-            await self._engine.pause_generation(mode="keep", clear_cache=True)
-        except BaseException:
-            # Half a pause is undone too: the old weights are whole, and go on serving.
-            await self._engine.resume_generation()
-            raise
-        try:
-            await self._engine.finish_weight_update(weight_version=str(version))
-        except BaseException as error:
-            # Some weights may be new and some old: such an engine must not generate again.
-            raise EngineError(
-                f"{self._spec.name} may hold torn weights after a failed swap to version "
-                f"{version}, and stays paused: {described(error)}"
-            ) from error
-        self._version = version
-        await self._engine.resume_generation()
-        paused_s = time.perf_counter() - began
+        paused_s = await self._switch.commit(version)
         return CommitReport(engine=self._spec.name, version=version, paused_s=paused_s)
 
     async def discard_weights(self) -> str:
-        errors = await self._engine.collective_rpc("discard_staged_weights")
-        return "; ".join(filter(None, errors))
+        return await self._switch.discard()
 
     @property
     def is_dead(self) -> bool:
@@ -190,6 +185,63 @@ class VllmEngine:
         if self._llm is None:
             raise EngineNotServing(f"{self._spec.name} is not started")
         return self._llm
+
+
+class _VllmSteps:
+    """A change of weights, step by step, in vLLM's own calls.
+
+    A call to an engine that dies is never answered: each is raced against its death.
+    """
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self._owner = engine
+
+    async def pause(self) -> None:
+        # Kept requests go on under the new weights. Clearing the cache makes them, and every
+        # later prompt with the same prefix, recompute what the old weights left.
+        recompute = self._owner._spec.kv_after_update == "recompute"
+        await self._ask(self._llm.pause_generation(mode="keep", clear_cache=recompute))
+
+    async def resume(self) -> None:
+        await self._ask(self._llm.resume_generation())
+
+    async def release_kv(self) -> None:
+        await self._ask(self._llm.release_kv_cache_memory())
+
+    async def restore_kv(self) -> None:
+        await self._ask(self._llm.wake_up(tags=["kv_cache"]))
+
+    async def receive(self, encoded_update: bytes) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._ask(self._llm.start_weight_update())
+        request = WeightTransferUpdateRequest(update_info={"encoded": encoded_update})
+        await self._ask(self._llm.update_weights(request))
+
+    async def drop(self) -> str:
+        troubles = await self._ask(self._llm.collective_rpc("discard_staged_weights"))
+        return "; ".join(filter(None, troubles))
+
+    async def swap(self) -> None:
+        await self._ask(self._llm.finish_weight_update())
+
+    async def stamp(self, version: WeightVersion) -> None:
+        await self._ask(self._llm.update_weight_version(str(version)))
+        self._owner._version = version
+
+    @property
+    def _llm(self) -> AsyncLLM:
+        return self._owner._engine
+
+    async def _ask(self, call: Coroutine[object, object, T]) -> T:
+        llm, answer = self._llm, asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait({answer}, timeout=LIVENESS_POLL_S))[0]:
+                if llm.errored:
+                    raise EngineError(f"{self._owner._spec.name} died")
+            return answer.result()
+        finally:
+            answer.cancel()
 
 
 def _set_environment(spec: EngineSpec, address: str) -> None:
@@ -240,6 +292,8 @@ def _start_llm(spec: EngineSpec) -> AsyncLLM:
         enable_prefix_caching=True,
         disable_log_stats=True,
         weight_transfer_config=WeightTransferConfig(backend="areal_ray"),
+        additional_config={"areal_ray_staging": spec.staging},
+        enable_sleep_mode=spec.release_kv_cache,
         worker_extension_cls="areal_ray.weights.vllm_backend.WorkerExtension",
         gpu_memory_utilization=spec.gpu_memory,
         kv_cache_memory_bytes=_kv_cache_bytes(spec, model, max_model_len),

@@ -8,11 +8,14 @@ begin or end:
     buckets   |=========|=========|=========|=========| ...
 
 So many small tensors share a bucket, a tensor larger than a bucket is split, and a receiver
-whose staging copy is one buffer gets each bucket in its place, without a copy in between.
+whose staging copy is one buffer gets each bucket in its place, without a copy in between. Both
+tensors and buckets begin at multiples of `ALIGNMENT_BYTES`: no number is ever cut in two.
 """
 
 from __future__ import annotations
 
+import bisect
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -38,10 +41,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        size = self.torch_dtype.itemsize
-        for extent in self.shape:
-            size *= extent
-        return size
+        return self.torch_dtype.itemsize * math.prod(self.shape)
 
 
 class WeightManifest(msgspec.Struct, frozen=True):
@@ -49,22 +49,6 @@ class WeightManifest(msgspec.Struct, frozen=True):
 
     tensors: tuple[TensorSpec, ...]
     bucket_bytes: int
-
-    def offsets(self) -> list[int]:
-        """Where each tensor begins in the stream."""
-        begins, at = [], 0
-        for tensor in self.tensors:
-            begins.append(at)
-            at += -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        return begins
-
-    @property
-    def total_bytes(self) -> int:
-        return self.offsets()[-1] + self.tensors[-1].nbytes if self.tensors else 0
-
-    def buckets(self) -> Iterator[range]:
-        for begin in range(0, self.total_bytes, self.bucket_bytes):
-            yield range(begin, min(begin + self.bucket_bytes, self.total_bytes))
 
 
 @dataclass(frozen=True)
@@ -76,40 +60,62 @@ class Piece:
     in_bucket: slice
 
 
-def pieces_of(manifest: WeightManifest, bucket: range) -> Iterator[Piece]:
-    for index, (spec, begin) in enumerate(zip(manifest.tensors, manifest.offsets(), strict=True)):
-        first = max(begin, bucket.start)
-        last = min(begin + spec.nbytes, bucket.stop)
-        if first < last:
-            yield Piece(
-                tensor_index=index,
-                in_tensor=slice(first - begin, last - begin),
-                in_bucket=slice(first - bucket.start, last - bucket.start),
-            )
+class StreamLayout:
+    """A manifest with every place in the stream worked out, once."""
 
+    def __init__(self, manifest: WeightManifest) -> None:
+        self.manifest = manifest
+        self.begins: list[int] = []
+        """Where each tensor begins in the stream."""
+        self.ends: list[int] = []
+        at = 0
+        for tensor in manifest.tensors:
+            self.begins.append(at)
+            self.ends.append(at + tensor.nbytes)
+            at = _aligned(self.ends[-1])
+        self.total_bytes = self.ends[-1] if self.ends else 0
+        step = manifest.bucket_bytes
+        self.buckets = [
+            range(begin, min(begin + step, self.total_bytes))
+            for begin in range(0, self.total_bytes, step)
+        ]
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    import torch
+    def index_at(self, place: int) -> int:
+        """Which tensor holds this byte of the stream."""
+        return bisect.bisect_right(self.begins, place) - 1
 
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    def pieces(self, bucket: range) -> Iterator[Piece]:
+        """What lies in this bucket, in order."""
+        for index in range(bisect.bisect_right(self.ends, bucket.start), len(self.begins)):
+            begin = self.begins[index]
+            if begin >= bucket.stop:
+                return
+            first, last = max(begin, bucket.start), min(self.ends[index], bucket.stop)
+            if first < last:
+                yield Piece(
+                    tensor_index=index,
+                    in_tensor=slice(first - begin, last - begin),
+                    in_bucket=slice(first - bucket.start, last - bucket.start),
+                )
 
-
-def tensors_in(
-    stream: torch.Tensor, manifest: WeightManifest
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The named tensors as views into a received stream."""
-    for spec, begin in zip(manifest.tensors, manifest.offsets(), strict=True):
-        flat = stream[begin : begin + spec.nbytes].view(spec.torch_dtype)
-        yield spec.name, flat.view(spec.shape)
+    def tensors(self, stream: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """The named tensors as views into a received stream."""
+        for spec, begin, end in zip(self.manifest.tensors, self.begins, self.ends, strict=True):
+            yield spec.name, stream[begin:end].view(spec.torch_dtype).view(spec.shape)
 
 
 def manifest_of(
     parameters: Sequence[tuple[str, torch.Tensor]], *, dtype: torch.dtype, bucket_bytes: int
 ) -> WeightManifest:
+    """`bucket_bytes` is rounded up to whole alignments."""
     name = str(dtype).removeprefix("torch.")
     return WeightManifest(
         tensors=tuple(
             TensorSpec(name=key, dtype=name, shape=tuple(value.shape)) for key, value in parameters
         ),
-        bucket_bytes=bucket_bytes,
+        bucket_bytes=_aligned(bucket_bytes),
     )
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

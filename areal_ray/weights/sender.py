@@ -1,20 +1,27 @@
 """The trainer's side of a weight update: parameters into buckets, buckets into the group.
 
-The next bucket is packed while the last one is on its way. All methods block: call them off the
-event loop.
+The next bucket is packed while the last one is on its way; a bucket that lies in one tensor, in
+the right dtype, is sent from where it is. A sharded parameter (FSDP2) is gathered when its first
+bucket is packed and let go after its last: never the whole model at once. Gathering is a
+collective of the trainer's ranks, so the others `gather_along`. All methods block: call them off
+the event loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from areal_ray.weights.layout import WeightManifest, as_bytes, manifest_of, pieces_of
-from areal_ray.weights.transport import Rendezvous, TransferGroup
+from areal_ray.errors import WeightUpdateError
+from areal_ray.weights.checksum import checksum
+from areal_ray.weights.layout import Piece, StreamLayout, manifest_of
+from areal_ray.weights.transport import Rendezvous, Transport, join
 from areal_ray.weights.update import GroupMember, SendingPlan
 
 BUCKETS_IN_FLIGHT = 2
+
+Parameters = Sequence[tuple[str, torch.Tensor]]
 
 
 class Sender:
@@ -23,26 +30,31 @@ class Sender:
     def __init__(
         self,
         host: str,
-        parameters: Sequence[tuple[str, torch.Tensor]],
+        parameters: Parameters,
         *,
         dtype: torch.dtype,
         bucket_bytes: int,
         timeout_s: float,
+        verify: bool = False,
+        join: Callable[[GroupMember, torch.distributed.Store], Transport] = join,
     ) -> None:
         self._rendezvous = Rendezvous(host, timeout_s=timeout_s)
         self._parameters = parameters
+        self._verify = verify
+        self._join = join
         manifest = manifest_of(parameters, dtype=dtype, bucket_bytes=bucket_bytes)
+        self._layout = StreamLayout(manifest)
         self.plan = SendingPlan(host=host, port=self._rendezvous.port, manifest=manifest)
-        self._group: TransferGroup | None = None
+        self._group: Transport | None = None
 
     def send(self, member: GroupMember) -> None:
         """Broadcast the parameters as they are now to the group in which we are `member`."""
         if self._group is not None and self._group.member != member:
             self._hang_up()
         if self._group is None:
-            self._group = TransferGroup(member, self._rendezvous.store)
+            self._group = self._join(member, self._rendezvous.store)
         try:
-            send(self._group, self.plan.manifest, self._parameters)
+            send(self._group, self._layout, self._parameters, verify=self._verify)
         except BaseException:
             # So that the engines which still wait for more hear that none will come.
             self._hang_up()
@@ -59,29 +71,75 @@ class Sender:
 
 
 def send(
-    group: TransferGroup,
-    manifest: WeightManifest,
-    parameters: Sequence[tuple[str, torch.Tensor]],
+    group: Transport, layout: StreamLayout, parameters: Parameters, *, verify: bool = False
 ) -> None:
     """Broadcast the parameters; returns once every receiver has said that it holds them all."""
-    tensors = [tensor for _, tensor in parameters]
-    device = tensors[0].device
-    buffers = [
-        torch.empty(min(manifest.bucket_bytes, manifest.total_bytes), dtype=torch.uint8).to(device)
-        for _ in range(BUCKETS_IN_FLIGHT)
-    ]
+    source = _Source(layout, parameters)
+    sums = []
     on_the_way: list[torch.distributed.Work | None] = [None] * BUCKETS_IN_FLIGHT
-    for number, bucket in enumerate(manifest.buckets()):
+    for number, bucket in enumerate(layout.buckets):
         slot = number % BUCKETS_IN_FLIGHT
         if (work := on_the_way[slot]) is not None:
             work.wait()
-        buffer = buffers[slot][: len(bucket)]
-        for piece in pieces_of(manifest, bucket):
-            spec = manifest.tensors[piece.tensor_index]
-            converted = tensors[piece.tensor_index].detach().to(spec.torch_dtype)
-            buffer[piece.in_bucket].copy_(as_bytes(converted)[piece.in_tensor])
-        on_the_way[slot] = group.broadcast(buffer)
+        data = source.bucket(bucket, slot)
+        on_the_way[slot] = group.broadcast(data)
+        if verify:
+            sums.append(checksum(data))
     for work in on_the_way:
         if work is not None:
             work.wait()
-    group.acknowledge(device)
+    if verify:
+        group.broadcast(torch.stack(sums)).wait()
+    if not group.acknowledge(source.device, is_right=True):
+        raise WeightUpdateError("what an engine received is not what was sent: checksum mismatch")
+
+
+def gather_along(parameters: Parameters) -> None:
+    """On every rank of a sharded trainer but the one that sends, while that one does."""
+    for _, tensor in parameters:
+        _whole(tensor)
+
+
+class _Source:
+    """The stream's bytes, bucket by bucket and in order."""
+
+    def __init__(self, layout: StreamLayout, parameters: Parameters) -> None:
+        self._layout = layout
+        self._tensors = [tensor.detach() for _, tensor in parameters]
+        self.device = self._tensors[0].device
+        self._buffers: list[torch.Tensor | None] = [None] * BUCKETS_IN_FLIGHT
+        self._gathered: tuple[int, torch.Tensor] | None = None
+
+    def bucket(self, bucket: range, slot: int) -> torch.Tensor:
+        """Its bytes: in the buffer of this slot, or where they lie."""
+        pieces = list(self._layout.pieces(bucket))
+        if len(pieces) == 1 and (there := self._where_it_lies(pieces[0], len(bucket))) is not None:
+            return there
+        if self._buffers[slot] is None:
+            longest = len(self._layout.buckets[0])
+            self._buffers[slot] = torch.empty(longest, dtype=torch.uint8, device=self.device)
+        buffer = self._buffers[slot][: len(bucket)]
+        for piece in pieces:
+            spec = self._layout.manifest.tensors[piece.tensor_index]
+            into = buffer[piece.in_bucket].view(spec.torch_dtype)
+            into.copy_(self._elements(piece))
+        return buffer
+
+    def _where_it_lies(self, piece: Piece, size: int) -> torch.Tensor | None:
+        elements = self._elements(piece)
+        spec = self._layout.manifest.tensors[piece.tensor_index]
+        is_all = piece.in_bucket == slice(0, size)
+        return elements.view(torch.uint8) if is_all and elements.dtype == spec.torch_dtype else None
+
+    def _elements(self, piece: Piece) -> torch.Tensor:
+        """This part of a tensor, flat, in the dtype that it has here."""
+        index = piece.tensor_index
+        size = self._layout.manifest.tensors[index].torch_dtype.itemsize
+        if self._gathered is None or self._gathered[0] != index:
+            self._gathered = index, _whole(self._tensors[index]).reshape(-1)
+        return self._gathered[1][piece.in_tensor.start // size : piece.in_tensor.stop // size]
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    gather = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()

@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 from torch import distributed as dist
@@ -44,10 +45,35 @@ class Rendezvous:
         dist.PrefixStore(group_id, self.store).set(CALLED_OFF, "")
 
 
-class TransferGroup:
-    """A joined group. Joining waits until all members have come, or the group is called off."""
+class Transport(Protocol):
+    """One process's place in a group. All that a weight update asks of the network."""
 
-    def __init__(self, member: GroupMember, store: dist.Store | None = None) -> None:
+    member: GroupMember
+
+    def broadcast(self, buffer: torch.Tensor) -> dist.Work:
+        """Rank 0's bytes go to all. Returns at once; `wait` on the result."""
+
+    def acknowledge(self, device: torch.device, *, is_right: bool) -> bool:
+        """Say that all is here, and whether it is right; returns once every member has said so:
+        whether all of them say that it is right.
+
+        A member that can't say it is missed, and the wait ends with the group's time limit.
+        """
+
+    def close(self) -> None:
+        """Hang up. Members that wait for us learn it at once."""
+
+
+def join(member: GroupMember, store: dist.Store | None = None) -> Transport:
+    """Waits until all members have come, or the group is called off.
+
+    `store`: of the meeting point, for the one who hosts it.
+    """
+    return {"gloo": GlooTransport, "nccl": NcclTransport}[member.backend](member, store)
+
+
+class _ProcessGroup:
+    def __init__(self, member: GroupMember, store: dist.Store | None) -> None:
         self.member = member
         timeout = timedelta(seconds=member.timeout_s)
         self._store = store or dist.TCPStore(
@@ -55,41 +81,52 @@ class TransferGroup:
         )
         prefixed = dist.PrefixStore(member.group_id, self._store)
         _wait_for_all(prefixed, member)
-        if member.backend == "nccl":
-            # Waits then block the waiting thread up to the time limit and raise; otherwise they
-            # only order streams, and past the limit a watchdog takes the whole process down.
-            os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            self._group = dist.ProcessGroupNCCL(prefixed, member.rank, member.world_size, options)
-        else:
-            options = dist.ProcessGroupGloo._Options()
-            options._timeout = timeout
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=member.address)]
-            self._group = dist.ProcessGroupGloo(prefixed, member.rank, member.world_size, options)
+        self._group: dist.ProcessGroup | None = self._make(prefixed, timeout)
+
+    def _make(self, store: dist.Store, timeout: timedelta) -> dist.ProcessGroup:
+        raise NotImplementedError
 
     def broadcast(self, buffer: torch.Tensor) -> dist.Work:
-        """Rank 0's bytes go to all. Returns at once; `wait` on the result."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
         return self._group.broadcast([buffer], options)
 
-    def acknowledge(self, device: torch.device) -> None:
-        """Say that all buckets are here; returns once every member has said so.
-
-        A member that can't say it is missed, and the wait ends with the group's time limit.
-        """
-        vote = torch.ones(1, dtype=torch.int64, device=device)
+    def acknowledge(self, device: torch.device, *, is_right: bool) -> bool:
+        vote = torch.tensor([int(is_right)], device=device)
         self._group.allreduce([vote], dist.AllreduceOptions()).wait()
-        vote.item()  # on a GPU this also waits for the stream: then all bytes are there
+        # On a GPU this also waits for the stream: then all bytes are there.
+        return vote.item() == self.member.world_size
 
     def close(self) -> None:
-        """Hang up. Members that wait for us learn it at once."""
-        if self.member.backend == "nccl":
-            self._group.abort()
-        # Gloo closes its connections when the object goes, and not before.
         self._group = None
+
+
+class GlooTransport(_ProcessGroup):
+    """Between CPUs. Gloo closes its connections when the object goes, and not before."""
+
+    def _make(self, store: dist.Store, timeout: timedelta) -> dist.ProcessGroup:
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timeout
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.member.address)]
+        return dist.ProcessGroupGloo(store, self.member.rank, self.member.world_size, options)
+
+
+class NcclTransport(_ProcessGroup):
+    """Between GPUs."""
+
+    def _make(self, store: dist.Store, timeout: timedelta) -> dist.ProcessGroup:
+        # Waits then block the waiting thread up to the time limit and raise; otherwise they
+        # only order streams, and past the limit a watchdog takes the whole process down.
+        os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, self.member.rank, self.member.world_size, options)
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.abort()
+        super().close()
 
 
 def _wait_for_all(store: dist.Store, member: GroupMember) -> None:

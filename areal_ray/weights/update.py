@@ -9,6 +9,8 @@ import msgspec
 from areal_ray.weights.layout import WeightManifest
 
 Backend = Literal["gloo", "nccl"]
+StagingMode = Literal["device", "host", "none"]
+KvAfterUpdate = Literal["keep", "recompute"]
 
 
 class GroupMember(msgspec.Struct, frozen=True):
@@ -31,6 +33,8 @@ class WeightUpdate(msgspec.Struct, frozen=True):
 
     member: GroupMember
     manifest: WeightManifest
+    verify: bool = False
+    """Checksums follow the buckets, and each is compared."""
 
 
 class SendingPlan(msgspec.Struct, frozen=True):

@@ -3,12 +3,13 @@
 vLLM imports this module in every worker, because the engine names `WorkerExtension` as its
 `worker_extension_cls`; that registers the backend before the model is loaded. From then on
 vLLM's own calls (`start_weight_update`, `update_weights`, `finish_weight_update`) lead here:
-update starts the staging thread and returns at once; finish, called under a pause, loads what
-was staged.
+update starts the receiving thread and returns at once; finish, called under a pause, puts what
+was received into the model.
 """
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,8 +24,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from areal_ray.errors import TornWeights
 from areal_ray.lifeline import die_with_owner
 from areal_ray.weights.receiver import StagingReceiver
+from areal_ray.weights.staging import staging_for
 from areal_ray.weights.update import WeightUpdate
 
 if TYPE_CHECKING:
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
     from vllm.config.weight_transfer import WeightTransferConfig
 
 BACKEND_NAME = "areal_ray"
+STAGING_KEY = "areal_ray_staging"
+"""In vLLM's `additional_config`, which is for such things: where received weights wait."""
 
 
 @dataclass
@@ -58,7 +63,11 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
         model: torch.nn.Module,
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._receiver = StagingReceiver(device)
+        mode = vllm_config.additional_config[STAGING_KEY]
+        is_shard = vllm_config.parallel_config.world_size > 1
+        self._receiver = StagingReceiver(
+            device, lambda layout: staging_for(model, layout, mode, is_shard=is_shard)
+        )
 
     def init_transfer_engine(self, init_info: StagedInitInfo) -> None:
         pass
@@ -70,16 +79,18 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
         update = msgspec.msgpack.decode(update_info.encoded, type=WeightUpdate)
         # Each tensor-parallel worker is a member of its own and loads its shard.
         rank = update.member.rank + self.parallel_config.rank
-        self._receiver.start(msgspec.structs.replace(update.member, rank=rank), update.manifest)
+        member = msgspec.structs.replace(update.member, rank=rank)
+        self._receiver.start(msgspec.structs.replace(update, member=member))
 
     def finish_weight_update(self) -> None:
-        self.model.load_weights(self._receiver.take())
+        self._receiver.apply()
 
     def discard(self) -> str:
         return self._receiver.discard()
 
     def shutdown(self) -> None:
-        self._receiver.discard()
+        with contextlib.suppress(TornWeights):
+            self._receiver.discard()
 
 
 class WorkerExtension:

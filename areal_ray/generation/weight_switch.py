@@ -1,0 +1,146 @@
+"""How an engine changes its weights: the order of the steps, and what is undone when one fails.
+
+    idle -(stage)-> staged -(commit)-> idle            the new version serves
+                         `-(discard)-> idle            the old one does
+                         `-(a failed swap)-> torn      none does, ever again
+
+Staged beside the weights that serve, an engine goes on generating until the commit pauses it;
+in place, it is paused before the first byte comes. Whatever was acquired (the pause, the
+released KV cache, what was received) is given back on every way out, each within a time limit,
+and one that fails keeps no other from being tried. Only a torn engine stays paused.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from areal_ray.errors import EngineError, TornWeights, described
+from areal_ray.restoring import Undo
+from areal_ray.types import WeightVersion
+
+
+class SwitchSteps(Protocol):
+    """What an engine does at each step. Each undoing step may come after half of its doing."""
+
+    async def pause(self) -> None:
+        """No token is made from now on; requests are kept."""
+
+    async def resume(self) -> None: ...
+
+    async def release_kv(self) -> None:
+        """Give the KV cache's memory back for the time of the update."""
+
+    async def restore_kv(self) -> None: ...
+
+    async def receive(self, encoded_update: bytes) -> None:
+        """Begin to receive; returns at once."""
+
+    async def drop(self) -> str:
+        """Let go of what was received; returns what had gone wrong with it, if anything had.
+        Raises `TornWeights` if a part of it is in the model."""
+
+    async def swap(self) -> None:
+        """What was received becomes what serves."""
+
+    async def stamp(self, version: WeightVersion) -> None:
+        """Tokens carry this version from now on."""
+
+
+class WeightSwitch:
+    def __init__(
+        self,
+        steps: SwitchSteps,
+        *,
+        name: str,
+        in_place: bool,
+        release_kv: bool,
+        restore_timeout_s: float,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._steps = steps
+        self._clock = clock
+        self._name = name
+        self._in_place = in_place
+        self._release_kv = release_kv
+        self._restore_timeout_s = restore_timeout_s
+        self._held: Undo | None = None
+        """What is acquired from the stage to the commit."""
+        self._paused_at = 0.0
+        self._has_received = self._is_torn = False
+        self._trouble = ""
+
+    async def stage(self, encoded_update: bytes) -> None:
+        if self._held is not None or self._is_torn:
+            raise EngineError(f"{self._name}: an update began before the last one ended")
+        undo = Undo(timeout_s=self._restore_timeout_s)
+        self._held, self._trouble = undo, ""
+        try:
+            if self._in_place:
+                await self._pause(undo)
+            self._has_received = True
+            undo.later("letting go of received weights", self._drop)
+            await self._steps.receive(encoded_update)
+        except BaseException as error:
+            await self._give_back(error)
+            raise
+
+    async def commit(self, version: WeightVersion) -> float:
+        """Returns how long generation stood still."""
+        if self._held is None:
+            raise EngineError(f"{self._name} has no update to commit")
+        try:
+            if not self._in_place:
+                await self._pause(self._held)
+            # From here on some weights may be new and some old.
+            self._is_torn = True
+            await self._steps.swap()
+            self._has_received = False
+            await self._steps.stamp(version)
+            self._is_torn = False
+        except BaseException as error:
+            await self._give_back(error)
+            if not self._is_torn or isinstance(error, TornWeights):
+                raise
+            raise TornWeights(
+                f"{self._name} may hold torn weights after a failed swap to version {version}, "
+                f"and stays paused: {described(error)}"
+            ) from error
+        await self._give_back(None)
+        return self._clock() - self._paused_at
+
+    async def discard(self) -> str:
+        """Undo a stage; returns what had gone wrong in it. Without one, there is nothing to do."""
+        if self._is_torn:
+            raise TornWeights(f"{self._name} holds torn weights")
+        if self._held is not None:
+            await self._give_back(None)
+        return self._trouble
+
+    async def _pause(self, undo: Undo) -> None:
+        self._paused_at = self._clock()
+        undo.later("resuming", self._resume)
+        await self._steps.pause()
+        if self._release_kv:
+            undo.later("restoring the KV cache", self._steps.restore_kv)
+            await self._steps.release_kv()
+
+    async def _drop(self) -> None:
+        if not self._has_received:
+            return
+        try:
+            self._trouble = await self._steps.drop()
+        except BaseException as error:
+            # In place, only a whole drop says that nothing of it is in the model.
+            self._is_torn = self._is_torn or self._in_place or isinstance(error, TornWeights)
+            raise
+        self._has_received = False
+
+    async def _resume(self) -> None:
+        if not self._is_torn:
+            await self._steps.resume()
+
+    async def _give_back(self, error: BaseException | None) -> None:
+        undo, self._held = self._held, None
+        await undo.give_back(error)

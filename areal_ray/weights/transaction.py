@@ -1,0 +1,284 @@
+"""A weight update as a transaction: every engine gets the new version, or none does.
+
+    stage     the trainer broadcasts, every engine receives beside what serves
+    commit    once all hold everything: each pauses, swaps, stamps and resumes
+    abort     whatever fails before the commit is undone everywhere; the old version serves on
+
+What is decided here, and nowhere else:
+
+- Before the commit, one failure aborts all. An engine that can't undo its part is lost, and the
+  update is tried again with the others, over a new group, up to `max_failures` times in a row.
+- The commit can't be called back. An engine that fails it is lost; the others serve the new
+  version.
+- A lost engine must not serve: it is told of in the outcome until it is `forgotten`, and takes
+  part again only through a `sync`.
+
+A transfer that failed leaves its group unusable, so a group is used again only after a success,
+and only for the same members. Nothing here knows of Ray: engines and trainer are Protocols.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Sequence
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from areal_ray import logs
+from areal_ray.deadlines import within
+from areal_ray.errors import TrainerLost, WeightUpdateError, WrongVersion, described
+from areal_ray.restoring import Undo, uncancelled
+from areal_ray.types import WeightVersion
+from areal_ray.weights.update import Backend, GroupMember, SendingPlan, WeightUpdate
+
+T = TypeVar("T")
+
+
+class Engine(Protocol):
+    name: str
+    process: str
+    """No restart has the same again."""
+    address: str
+    workers: int
+    """Tensor-parallel workers: each is a member of the group."""
+
+    async def stage(self, encoded_update: bytes) -> None:
+        """Begin to receive. What fails here needs no undoing, but bears it."""
+
+    async def commit(self, version: WeightVersion) -> float:
+        """What was staged serves from now on; returns how long generation stood still."""
+
+    async def discard(self) -> str:
+        """What was staged is let go; returns what had gone wrong in it. May come at any time."""
+
+
+class Trainer(Protocol):
+    async def plan(self) -> SendingPlan: ...
+
+    async def send(self, member: GroupMember) -> WeightVersion:
+        """Returns the version that was sent, once every member has said that it holds it.
+        Raises `TrainerLost` if there is nobody who could send."""
+
+    async def call_off(self, group_id: str) -> None:
+        """A `send` to this group that still waits for somebody ends."""
+
+
+class LostEngine(msgspec.Struct, frozen=True):
+    """An engine that did not get an update: its process must not serve any more."""
+
+    name: str
+    process: str
+    cause: str
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    version: WeightVersion
+    engines: int
+    """How many serve the version now."""
+    attempts: int
+    staged_s: float
+    longest_pause_s: float
+    lost: list[LostEngine]
+
+
+class Limits(msgspec.Struct, frozen=True):
+    timeout_s: float
+    """For each step of the way."""
+    restore_timeout_s: float
+    """For each thing that an abort undoes."""
+    max_failures: int
+
+
+class WeightUpdates:
+    def __init__(self, trainer: Trainer, *, backend: Backend, verify: bool, limits: Limits) -> None:
+        self._trainer = trainer
+        self._backend: Backend = backend
+        self._verify = verify
+        self._limits = limits
+        self._members: dict[str, Engine] = {}
+        """Those that hold the current weights: an update is for all of them."""
+        self._lost: dict[str, LostEngine] = {}
+        self._groups_made = 0
+        self._group_of: tuple[str, ...] = ()
+        self._one_at_a_time = asyncio.Lock()
+
+    @property
+    def members(self) -> list[str]:
+        return list(self._members)
+
+    async def sync(self, engine: Engine) -> None:
+        """Give one engine the trainer's weights, without a word to the others; from then on it
+        takes part in every update."""
+        async with self._one_at_a_time:
+            known = self._members.get(engine.name)
+            if known is not None and known.process == engine.process:
+                return
+            version, _ = await self._stage([engine])
+            await self._commit([engine], version)
+            if engine.name in self._lost:
+                raise WeightUpdateError(self._lost.pop(engine.name).cause)
+
+    def forget(self, name: str) -> None:
+        """It takes part no more: it is lost, or has left."""
+        self._members.pop(name, None)
+        self._lost.pop(name, None)
+
+    async def update(self, version: WeightVersion) -> Outcome:
+        """Carry the trainer's weights to every engine that is there. With none left, the next to
+        start will get them."""
+        async with self._one_at_a_time:
+            attempts, staged_s = await self._stage_on_all(version)
+            pauses = await self._commit(list(self._members.values()), version)
+            return Outcome(
+                version=version,
+                engines=len(pauses),
+                attempts=attempts,
+                staged_s=staged_s,
+                longest_pause_s=max(pauses, default=0.0),
+                lost=list(self._lost.values()),
+            )
+
+    async def _stage_on_all(self, version: WeightVersion) -> tuple[int, float]:
+        """Returns the number of attempts, and how long the last one took."""
+        for attempt in range(1, self._limits.max_failures + 1):
+            engines = list(self._members.values())
+            if not engines:
+                return attempt, 0.0
+            try:
+                _, staged_s = await self._stage(engines, version)
+            except (TrainerLost, WrongVersion):
+                raise  # another attempt would end the same way
+            except WeightUpdateError as error:
+                failure = error
+                logs.warning("update {} was aborted: {}", version, error)
+            else:
+                return attempt, staged_s
+        raise failure
+
+    async def _stage(
+        self, engines: Sequence[Engine], expected: WeightVersion | None = None
+    ) -> tuple[WeightVersion, float]:
+        """Returns the version that was sent, and how long it took. If it fails, all is undone."""
+        began = time.perf_counter()
+        async with Undo(timeout_s=2 * self._limits.restore_timeout_s) as undo:
+            try:
+                version = await self._transfer(engines, undo)
+            except WeightUpdateError:
+                raise
+            except Exception as error:
+                raise _cause(error) from error
+            if expected not in (None, version):
+                raise WrongVersion(f"the trainer sent version {version}, expected {expected}")
+            undo.nothing_more()
+        return version, time.perf_counter() - began
+
+    async def _transfer(self, engines: Sequence[Engine], undo: Undo) -> WeightVersion:
+        plan = await self._within(self._trainer.plan(), "the trainer", "its sending plan")
+        begun: list[Engine] = []
+        undo.later("the abort", lambda: self._abort(begun))
+        sender = self._sender(plan, engines)
+        sending = asyncio.ensure_future(self._trainer.send(sender))
+        undo.later(f"the end of {sender.group_id}", lambda: self._end_group(sender, sending))
+        rank = 1
+        async with asyncio.TaskGroup() as tasks:
+            # Shielded: its end is awaited once more, when the group is ended.
+            awaited = asyncio.shield(sending)
+            tasks.create_task(self._within(awaited, "the trainer", "sending weights"))
+            for engine in engines:
+                begun.append(engine)
+                update = WeightUpdate(
+                    member=msgspec.structs.replace(sender, rank=rank, address=engine.address),
+                    manifest=plan.manifest,
+                    verify=self._verify,
+                )
+                staging = engine.stage(msgspec.msgpack.encode(update))
+                tasks.create_task(self._within(staging, engine.name, "staging weights"))
+                rank += engine.workers
+        return sending.result()
+
+    async def _commit(self, engines: Sequence[Engine], version: WeightVersion) -> list[float]:
+        """The pauses of those that serve the version now; who does not is lost. Not cut short by
+        a cancellation: half a fleet of each version would be left, and nobody who knows."""
+        return await uncancelled(self._commit_all(engines, version))
+
+    async def _commit_all(self, engines: Sequence[Engine], version: WeightVersion) -> list[float]:
+        commits = (
+            self._within(engine.commit(version), engine.name, f"committing version {version}")
+            for engine in engines
+        )
+        outcomes = await asyncio.gather(*commits, return_exceptions=True)
+        pauses = []
+        for engine, outcome in zip(engines, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                cause = f"{engine.name} did not commit version {version}: {described(outcome)}"
+                self._lose(engine, cause)
+            else:
+                self._members[engine.name] = engine
+                self._lost.pop(engine.name, None)
+                pauses.append(outcome)
+        return pauses
+
+    async def _abort(self, begun: Sequence[Engine]) -> None:
+        aborts = (
+            within(
+                self._limits.restore_timeout_s,
+                engine.discard(),
+                who=engine.name,
+                doing="discarding staged weights",
+            )
+            for engine in begun
+        )
+        outcomes = await asyncio.gather(*aborts, return_exceptions=True)
+        failures = []
+        for engine, outcome in zip(begun, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                failures.append(f"{engine.name} could not abort an update: {described(outcome)}")
+                self._lose(engine, failures[-1])
+            elif outcome:
+                logs.warning("{} after an aborted update: {}", engine.name, outcome)
+        if failures:
+            raise WeightUpdateError("; ".join(failures))
+
+    def _lose(self, engine: Engine, cause: str) -> None:
+        self._members.pop(engine.name, None)
+        self._lost[engine.name] = LostEngine(engine.name, engine.process, cause)
+
+    def _sender(self, plan: SendingPlan, engines: Sequence[Engine]) -> GroupMember:
+        """The trainer's place in the group: the last one, if it was of the same engines."""
+        processes = tuple(engine.process for engine in engines)
+        if processes != self._group_of:
+            self._group_of = processes
+            self._groups_made += 1
+        return GroupMember(
+            host=plan.host,
+            port=plan.port,
+            address=plan.host,
+            group_id=f"weights-{self._groups_made}",
+            rank=0,
+            world_size=1 + sum(engine.workers for engine in engines),
+            backend=self._backend,
+            timeout_s=self._limits.timeout_s,
+        )
+
+    async def _end_group(self, sender: GroupMember, sending: Awaitable[WeightVersion]) -> None:
+        """A group that a transfer failed in is never used again: all meet under a new name. The
+        trainer is done with it before this returns, so that it can send to the next."""
+        self._group_of = ()
+        calling_off = self._trainer.call_off(sender.group_id)
+        called_off, _ = await asyncio.gather(calling_off, sending, return_exceptions=True)
+        if isinstance(called_off, BaseException):
+            raise called_off
+
+    async def _within(self, call: Awaitable[T], who: str, doing: str) -> T:
+        limit = f"{doing} (weights.timeout_s)"
+        return await within(self._limits.timeout_s, call, who=who, doing=limit)
+
+
+def _cause(error: Exception) -> WeightUpdateError:
+    failures = error.exceptions if isinstance(error, ExceptionGroup) else (error,)
+    for failure in failures:
+        if isinstance(failure, TrainerLost):
+            return failure
+    return WeightUpdateError(f"weights were not staged: {described(failures[0])}")

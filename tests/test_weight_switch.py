@@ -1,0 +1,181 @@
+"""What vLLM is asked for during a change of weights, by a stand-in that notes it and may fail."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from areal_ray.errors import EngineError, RestoreError, TornWeights
+from areal_ray.generation.engine import EngineSpec
+from areal_ray.generation.vllm import VllmEngine
+
+SPEC = EngineSpec(
+    name="engine-0",
+    model_path="m",
+    dtype="float32",
+    device="cpu",
+    max_prompt_tokens=8,
+    max_new_tokens=8,
+    max_samples=8,
+    tensor_parallel=1,
+    kv_cache_gib=None,
+    gpu_memory=0.85,
+    trust_remote_code=False,
+    seed=0,
+)
+STAGED, IN_PLACE = {"staging": "device"}, {"staging": "none", "release_kv_cache": True}
+
+
+class RecordingLlm:
+    def __init__(self, failing: str) -> None:
+        self.asked: list[str] = []
+        self.errored = False
+        self._failing = failing
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        assert mode == "keep"
+        await self._ask("pause" if clear_cache else "pause without clearing")
+
+    async def resume_generation(self) -> None:
+        await self._ask("resume")
+
+    async def release_kv_cache_memory(self) -> None:
+        await self._ask("release")
+
+    async def wake_up(self, tags: list[str]) -> None:
+        assert tags == ["kv_cache"]
+        await self._ask("wake")
+
+    async def start_weight_update(self) -> None:
+        await self._ask("start")
+
+    async def update_weights(self, request: object) -> None:
+        await self._ask("receive")
+
+    async def finish_weight_update(self) -> None:
+        await self._ask("swap")
+
+    async def update_weight_version(self, version: str) -> None:
+        await self._ask(f"stamp {version}")
+
+    async def collective_rpc(self, method: str) -> list[str]:
+        await self._ask("discard")
+        return ["", "it was still receiving"]
+
+    async def _ask(self, what: str) -> None:
+        self.asked.append(what)
+        if what == self._failing:
+            raise RuntimeError(f"no {what}")
+        if self._failing == f"answer to {what}":
+            self.errored = True
+            await asyncio.Event().wait()
+
+
+def engine_that_lacks(what: str, **mode: object) -> tuple[VllmEngine, RecordingLlm]:
+    spec = msgspec.structs.replace(SPEC, **mode)
+    engine, llm = VllmEngine(spec, address="127.0.0.1"), RecordingLlm(what)
+    engine._llm = llm
+    return engine, llm
+
+
+async def test_staged_an_update_pauses_for_the_swap_alone() -> None:
+    engine, llm = engine_that_lacks("nothing", **STAGED)
+    await engine.stage_weights(b"")
+    assert llm.asked == ["start", "receive"]
+    assert (await engine.commit_weights(3)).version == 3
+    assert llm.asked[2:] == ["pause", "swap", "stamp 3", "resume"]
+
+
+async def test_in_place_an_update_pauses_before_it_receives() -> None:
+    engine, llm = engine_that_lacks("nothing", **IN_PLACE)
+    await engine.stage_weights(b"")
+    assert llm.asked == ["pause", "release", "start", "receive"]
+    await engine.commit_weights(3)
+    assert llm.asked[4:] == ["swap", "stamp 3", "wake", "resume"]
+
+
+async def test_a_kept_cache_is_not_cleared() -> None:
+    engine, llm = engine_that_lacks("nothing", kv_after_update="keep")
+    await engine.stage_weights(b"")
+    await engine.commit_weights(3)
+    assert llm.asked[2:] == ["pause without clearing", "swap", "stamp 3", "resume"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "failing", "then"),
+    [
+        (STAGED, "start", ["discard"]),
+        (STAGED, "receive", ["discard"]),
+        (IN_PLACE, "pause", ["resume"]),
+        (IN_PLACE, "release", ["wake", "resume"]),
+        (IN_PLACE, "receive", ["discard", "wake", "resume"]),
+    ],
+)
+async def test_a_stage_that_fails_gives_back_all_that_it_took(mode, failing, then) -> None:
+    engine, llm = engine_that_lacks(failing, **mode)
+    with pytest.raises(RuntimeError, match=f"no {failing}"):
+        await engine.stage_weights(b"")
+    assert llm.asked[llm.asked.index(failing) + 1 :] == then
+
+
+async def test_a_pause_that_fails_is_undone_and_what_was_staged_is_let_go() -> None:
+    engine, llm = engine_that_lacks("pause", **STAGED)
+    await engine.stage_weights(b"")
+    with pytest.raises(RuntimeError, match="no pause"):
+        await engine.commit_weights(3)
+    assert llm.asked[3:] == ["resume", "discard"]
+
+
+@pytest.mark.parametrize("failing", ["swap", "stamp 3"])
+@pytest.mark.parametrize("mode", [STAGED, IN_PLACE])
+async def test_an_engine_whose_weights_may_be_torn_is_not_resumed(mode, failing: str) -> None:
+    engine, llm = engine_that_lacks(failing, **mode)
+    await engine.stage_weights(b"")
+    with pytest.raises(TornWeights) as torn:
+        await engine.commit_weights(3)
+    assert "resume" not in llm.asked
+    assert llm.asked.count("wake") == llm.asked.count("release")
+    assert str(torn.value) == (
+        "engine-0 may hold torn weights after a failed swap to version 3, and stays paused: "
+        f"RuntimeError: no {failing}"
+    )
+    with pytest.raises(EngineError, match="before the last one ended"):
+        await engine.stage_weights(b"")
+    with pytest.raises(TornWeights):
+        await engine.discard_weights()
+
+
+@pytest.mark.parametrize("mode", [STAGED, IN_PLACE])
+async def test_a_resume_that_fails_is_an_error_of_the_commit(mode) -> None:
+    engine, llm = engine_that_lacks("resume", **mode)
+    await engine.stage_weights(b"")
+    with pytest.raises(RestoreError, match="resuming failed: RuntimeError: no resume"):
+        await engine.commit_weights(3)
+    assert llm.asked.count("wake") == llm.asked.count("release")
+
+
+async def test_a_discard_undoes_a_stage_and_tells_what_was_wrong() -> None:
+    engine, llm = engine_that_lacks("nothing", **IN_PLACE)
+    await engine.stage_weights(b"")
+    assert await engine.discard_weights() == "it was still receiving"
+    assert llm.asked[4:] == ["discard", "wake", "resume"]
+    await engine.stage_weights(b"")
+
+
+async def test_in_place_what_may_not_be_discarded_whole_leaves_the_engine_paused() -> None:
+    engine, llm = engine_that_lacks("discard", **IN_PLACE)
+    await engine.stage_weights(b"")
+    with pytest.raises(RestoreError, match="letting go of received weights failed"):
+        await engine.discard_weights()
+    assert llm.asked[4:] == ["discard", "wake"]
+
+
+@pytest.mark.parametrize("step", ["receive", "pause", "swap", "resume"])
+async def test_an_engine_that_dies_at_a_step_is_an_error_and_no_wait(step: str) -> None:
+    engine, _ = engine_that_lacks(f"answer to {step}", **STAGED)
+    with pytest.raises((EngineError, TornWeights, RestoreError), match="engine-0 died"):
+        async with asyncio.timeout(5):
+            await engine.stage_weights(b"")
+            await engine.commit_weights(3)
