@@ -34,6 +34,7 @@ from areal_ray.rewards import Reward
 from areal_ray.session import Ending, Session
 from areal_ray.stopping import StopRequested, StopSignals
 from areal_ray.types import Prompt
+from areal_ray.weights.memory import staging_memory
 from areal_ray.workflows import Workflow, load_filter, load_workflow
 
 
@@ -167,6 +168,7 @@ class Run:
             packed_reward=pack(self._reward),
             packed_filter=pack(self._filter),
         )
+        view.phase(await asyncio.to_thread(staging_memory, config, model_path))
         crew = Crew(config, task, model_path=model_path, run_dir=files.directory, seats=seats)
         ending.push_async_exit(crew)
         warmup = f", {config.warmup.steps} supervised steps" if config.warmup.steps else ""

@@ -506,14 +506,17 @@ async def test_an_engine_with_torn_weights_makes_no_more_tokens() -> None:
     assert not engine.is_dead
 
 
-async def test_a_cancelled_commit_is_undone() -> None:
+async def test_a_commit_cancelled_in_its_swap_tears_the_weights() -> None:
     clock = ManualClock()
     engine = await started(clock, msgspec.structs.replace(ENDLESS, commit_pause_s=1.0))
     await engine.stage_weights(b"")
     async with running(engine.commit_weights(1)):
         await clock.advance(0.5)
-    result = await clock.run(engine.generate(request(n=1, max_new_tokens=2)))
-    assert result.completions[0].versions.tolist() == [0, 0]
+    async with running(engine.generate(request())) as call:
+        await clock.advance(1000.0)
+        assert not call.done()
+    with pytest.raises(TornWeights):
+        await engine.discard_weights()
 
 
 async def test_an_engine_that_fails_to_start_is_dead() -> None:

@@ -34,9 +34,23 @@ class RecordingLlm:
         self.errored = False
         self._failing = failing
 
-    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
-        assert mode == "keep"
-        await self._ask("pause" if clear_cache else "pause without clearing")
+    async def sleep(self, *, level: int, mode: str) -> None:
+        assert (level, mode) == (0, "keep")
+        await self._ask("pause")
+
+    async def reset_prefix_cache(
+        self, *, reset_running_requests: bool, reset_connector: bool
+    ) -> bool:
+        assert reset_running_requests
+        assert reset_connector
+        await self._ask("clear")
+        return self._failing != "cleared cache"
+
+    async def reset_mm_cache(self) -> None:
+        pass
+
+    async def reset_encoder_cache(self) -> None:
+        pass
 
     async def resume_generation(self) -> None:
         await self._ask("resume")
@@ -85,7 +99,7 @@ async def test_staged_an_update_pauses_for_the_swap_alone() -> None:
     await engine.stage_weights(b"")
     assert llm.asked == ["start", "receive"]
     assert (await engine.commit_weights(3)).version == 3
-    assert llm.asked[2:] == ["pause", "swap", "stamp 3", "resume"]
+    assert llm.asked[2:] == ["pause", "swap", "clear", "stamp 3", "resume"]
 
 
 async def test_in_place_an_update_pauses_before_it_receives() -> None:
@@ -93,14 +107,22 @@ async def test_in_place_an_update_pauses_before_it_receives() -> None:
     await engine.stage_weights(b"")
     assert llm.asked == ["pause", "release", "start", "receive"]
     await engine.commit_weights(3)
-    assert llm.asked[4:] == ["swap", "stamp 3", "wake", "resume"]
+    assert llm.asked[4:] == ["swap", "clear", "stamp 3", "wake", "resume"]
 
 
 async def test_a_kept_cache_is_not_cleared() -> None:
     engine, llm = engine_that_lacks("nothing", kv_after_update="keep")
     await engine.stage_weights(b"")
     await engine.commit_weights(3)
-    assert llm.asked[2:] == ["pause without clearing", "swap", "stamp 3", "resume"]
+    assert llm.asked[2:] == ["pause", "swap", "stamp 3", "resume"]
+
+
+async def test_a_cache_that_was_not_cleared_is_an_error_of_the_swap() -> None:
+    engine, llm = engine_that_lacks("cleared cache", **STAGED)
+    await engine.stage_weights(b"")
+    with pytest.raises(TornWeights, match="engine-0 did not clear its KV cache"):
+        await engine.commit_weights(3)
+    assert "resume" not in llm.asked
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from areal_ray.weights.checksum import CHUNK_WORDS, checksum
 from areal_ray.weights.layout import StreamLayout, WeightManifest, manifest_of
 from areal_ray.weights.load_plan import derive
 from areal_ray.weights.receiver import StagingReceiver
-from areal_ray.weights.sender import send
+from areal_ray.weights.sender import Source, send
 from areal_ray.weights.staging import StreamStaging, staging_for
 from areal_ray.weights.transport import Rendezvous, Transport, join
 from areal_ray.weights.update import GroupMember, WeightUpdate
@@ -107,7 +107,7 @@ class Loopback:
         self.stream = torch.zeros(layout.total_bytes, dtype=torch.uint8)
         self._at = 0
         self.member = None
-        send(self, layout, weights)
+        send(self, Source(layout, weights))
 
     def broadcast(self, data: torch.Tensor) -> Loopback:
         self.stream[self._at : self._at + len(data)].copy_(data)
@@ -259,7 +259,7 @@ class Group:
         layout = self.begin_receiving(weights, receivers=receivers, verify=verify)
         if self._group is None:
             self._group = join(self._sender, self._rendezvous.store)
-        send(self._group, layout, weights, verify=verify)
+        send(self._group, Source(layout, weights), verify=verify)
 
 
 @pytest.fixture

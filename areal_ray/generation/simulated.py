@@ -59,6 +59,7 @@ class SimulatedSpec(msgspec.Struct, frozen=True, kw_only=True):
     """More than the samples of any request."""
     start_s: float = 0.0
     commit_pause_s: float = 0.0
+    """How long generation stands still for a swap."""
     staging: StagingMode = "device"
     release_kv_cache: bool = False
     restore_timeout_s: float = 10.0
@@ -205,8 +206,7 @@ class SimulatedEngine:
         self._check()
         raise EngineError(f"{self._spec.name} failed to {step}, as it was told to")
 
-    async def pause_for_commit(self) -> None:
-        self.set_pace()
+    async def copy_weights(self) -> None:
         await self._pass(self._clock, self._clock.time() + self._spec.commit_pause_s)
 
     def commit(self, version: WeightVersion) -> None:

@@ -29,7 +29,7 @@ class Host(Protocol):
 
     async def answer_at_step(self, step: Step, when: Literal["before", "after"]) -> None: ...
 
-    async def pause_for_commit(self) -> None: ...
+    async def copy_weights(self) -> None: ...
 
     def set_pace(self) -> None: ...
 
@@ -51,7 +51,7 @@ class SimulatedWeights:
     async def pause(self) -> None:
         await self._host.answer_at_step("pause", "before")
         self.is_paused = True
-        await self._host.pause_for_commit()
+        self._host.set_pace()
         await self._host.answer_at_step("pause", "after")
 
     async def resume(self) -> None:
@@ -88,6 +88,7 @@ class SimulatedWeights:
 
     async def swap(self) -> None:
         await self._host.answer_at_step("swap", "before")
+        await self._host.copy_weights()
         if self._is_receiving:
             await asyncio.to_thread(self.receiver.apply)
             self._is_receiving = False

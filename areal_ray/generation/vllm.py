@@ -197,10 +197,9 @@ class _VllmSteps:
         self._owner = engine
 
     async def pause(self) -> None:
-        # Kept requests go on under the new weights. Clearing the cache makes them, and every
-        # later prompt with the same prefix, recompute what the old weights left.
-        recompute = self._owner._spec.kv_after_update == "recompute"
-        await self._ask(self._llm.pause_generation(mode="keep", clear_cache=recompute))
+        # Level 0 is a pause alone, without the fixed sleep that ends `pause_generation`. Requests
+        # are kept, and go on under the new weights.
+        await self._ask(self._llm.sleep(level=0, mode="keep"))
 
     async def resume(self) -> None:
         await self._ask(self._llm.resume_generation())
@@ -224,6 +223,18 @@ class _VllmSteps:
 
     async def swap(self) -> None:
         await self._ask(self._llm.finish_weight_update())
+        if self._owner._spec.kv_after_update == "recompute":
+            # Requests in flight, and later prompts with the same prefix, compute anew what the
+            # old weights left.
+            cleared, _, _ = await asyncio.gather(
+                self._ask(
+                    self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+                ),
+                self._ask(self._llm.reset_mm_cache()),
+                self._ask(self._llm.reset_encoder_cache()),
+            )
+            if not cleared:
+                raise EngineError(f"{self._owner._spec.name} did not clear its KV cache")
 
     async def stamp(self, version: WeightVersion) -> None:
         await self._ask(self._llm.update_weight_version(str(version)))

@@ -12,6 +12,7 @@ and one that fails keeps no other from being tried. Only a torn engine stays pau
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -101,7 +102,7 @@ class WeightSwitch:
             self._is_torn = False
         except BaseException as error:
             await self._give_back(error)
-            if not self._is_torn or isinstance(error, TornWeights):
+            if not self._is_torn or isinstance(error, (TornWeights, asyncio.CancelledError)):
                 raise
             raise TornWeights(
                 f"{self._name} may hold torn weights after a failed swap to version {version}, "
@@ -119,9 +120,9 @@ class WeightSwitch:
         return self._trouble
 
     async def _pause(self, undo: Undo) -> None:
-        self._paused_at = self._clock()
         undo.later("resuming", self._resume)
         await self._steps.pause()
+        self._paused_at = self._clock()
         if self._release_kv:
             undo.later("restoring the KV cache", self._steps.restore_kv)
             await self._steps.release_kv()

@@ -12,6 +12,7 @@ holds, and ends when the sender closes the group, or with the group's time limit
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -24,6 +25,7 @@ from areal_ray.weights.staging import Staging
 from areal_ray.weights.transport import Transport, join
 from areal_ray.weights.update import GroupMember, WeightUpdate
 
+BUCKETS_AWAITED = 2
 GRACE_S = 2.0
 """How long an aborted in-place update waits for its thread, which has been called off."""
 
@@ -158,26 +160,27 @@ class _Reception:
     def _receive(self, group: Transport) -> None:
         """The next bucket is on its way while the last one is put in its place."""
         sums = torch.zeros(len(self._layout.buckets), dtype=torch.int64, device=self._device)
-        last: tuple[int, range, torch.Tensor] | None = None
+        coming: deque[tuple[int, range, torch.Tensor, torch.distributed.Work]] = deque()
+
+        def take_the_first() -> None:
+            number, bucket, buffer, work = coming.popleft()
+            work.wait()
+            if self._verify:
+                sums[number] = checksum(buffer)
+            self._has_begun = True
+            self._staging.arrived(bucket, buffer)
+
         for number, bucket in enumerate(self._layout.buckets):
+            if len(coming) == BUCKETS_AWAITED:
+                take_the_first()
             buffer = self._staging.buffer(bucket)
-            coming = group.broadcast(buffer)
-            if last is not None:
-                self._take(*last, sums)
-            coming.wait()
-            last = number, bucket, buffer
-        if last is not None:
-            self._take(*last, sums)
+            coming.append((number, bucket, buffer, group.broadcast(buffer)))
+        while coming:
+            take_the_first()
         wrong = self._mismatch(group, sums) if self._verify else ""
         all_are_right = group.acknowledge(self._device, is_right=not wrong)
         if wrong or not all_are_right:
             raise WeightUpdateError(wrong or "what another engine received is not what was sent")
-
-    def _take(self, number: int, bucket: range, buffer: torch.Tensor, sums: torch.Tensor) -> None:
-        if self._verify:
-            sums[number] = checksum(buffer)
-        self._has_begun = True
-        self._staging.arrived(bucket, buffer)
 
     def _mismatch(self, group: Transport, mine: torch.Tensor) -> str:
         theirs = torch.empty_like(mine)

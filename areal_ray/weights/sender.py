@@ -1,10 +1,12 @@
 """The trainer's side of a weight update: parameters into buckets, buckets into the group.
 
-The next bucket is packed while the last one is on its way; a bucket that lies in one tensor, in
-the right dtype, is sent from where it is. A sharded parameter (FSDP2) is gathered when its first
-bucket is packed and let go after its last: never the whole model at once. Gathering is a
-collective of the trainer's ranks, so the others `gather_along`. All methods block: call them off
-the event loop.
+On a CPU, parameters that are sent as they are (whole, in the right dtype) are moved once, to lie
+in memory as they lie in the stream: then a bucket is a slice of it, and nothing is packed, which
+there would cost as much again as a third of the transfer. Others are
+converted into buckets, the next while the last is on its way; a sharded one (FSDP2) is gathered
+when its first bucket is packed and let go after its last, never the whole model at once. Gathering
+is a collective of the trainer's ranks, so the others `gather_along`. All methods block: call them
+off the event loop.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from areal_ray.weights.layout import Piece, StreamLayout, manifest_of
 from areal_ray.weights.transport import Rendezvous, Transport, join
 from areal_ray.weights.update import GroupMember, SendingPlan
 
-BUCKETS_IN_FLIGHT = 2
+BUCKETS_IN_FLIGHT = 3
+"""Two on their way, while the next is packed."""
 
 Parameters = Sequence[tuple[str, torch.Tensor]]
 
@@ -39,11 +42,10 @@ class Sender:
         join: Callable[[GroupMember, torch.distributed.Store], Transport] = join,
     ) -> None:
         self._rendezvous = Rendezvous(host, timeout_s=timeout_s)
-        self._parameters = parameters
         self._verify = verify
         self._join = join
         manifest = manifest_of(parameters, dtype=dtype, bucket_bytes=bucket_bytes)
-        self._layout = StreamLayout(manifest)
+        self._source = Source(StreamLayout(manifest), parameters)
         self.plan = SendingPlan(host=host, port=self._rendezvous.port, manifest=manifest)
         self._group: Transport | None = None
 
@@ -54,7 +56,7 @@ class Sender:
         if self._group is None:
             self._group = self._join(member, self._rendezvous.store)
         try:
-            send(self._group, self._layout, self._parameters, verify=self._verify)
+            send(self._group, self._source, verify=self._verify)
         except BaseException:
             # So that the engines which still wait for more hear that none will come.
             self._hang_up()
@@ -70,14 +72,11 @@ class Sender:
             group.close()
 
 
-def send(
-    group: Transport, layout: StreamLayout, parameters: Parameters, *, verify: bool = False
-) -> None:
+def send(group: Transport, source: Source, *, verify: bool = False) -> None:
     """Broadcast the parameters; returns once every receiver has said that it holds them all."""
-    source = _Source(layout, parameters)
     sums = []
     on_the_way: list[torch.distributed.Work | None] = [None] * BUCKETS_IN_FLIGHT
-    for number, bucket in enumerate(layout.buckets):
+    for number, bucket in enumerate(source.layout.buckets):
         slot = number % BUCKETS_IN_FLIGHT
         if (work := on_the_way[slot]) is not None:
             work.wait()
@@ -90,6 +89,7 @@ def send(
             work.wait()
     if verify:
         group.broadcast(torch.stack(sums)).wait()
+    source.let_go()
     if not group.acknowledge(source.device, is_right=True):
         raise WeightUpdateError("what an engine received is not what was sent: checksum mismatch")
 
@@ -100,44 +100,57 @@ def gather_along(parameters: Parameters) -> None:
         _whole(tensor)
 
 
-class _Source:
-    """The stream's bytes, bucket by bucket and in order."""
+class Source:
+    """The stream's bytes, bucket by bucket and in order. Keeps its buffers: memory that is new each
+    time costs more than the copy into it."""
 
     def __init__(self, layout: StreamLayout, parameters: Parameters) -> None:
-        self._layout = layout
-        self._tensors = [tensor.detach() for _, tensor in parameters]
+        self.layout = layout
+        self._tensors = [tensor for _, tensor in parameters]
         self.device = self._tensors[0].device
+        self._stream = self._move_into_a_stream() if self._go_as_they_are() else None
         self._buffers: list[torch.Tensor | None] = [None] * BUCKETS_IN_FLIGHT
         self._gathered: tuple[int, torch.Tensor] | None = None
 
     def bucket(self, bucket: range, slot: int) -> torch.Tensor:
-        """Its bytes: in the buffer of this slot, or where they lie."""
-        pieces = list(self._layout.pieces(bucket))
-        if len(pieces) == 1 and (there := self._where_it_lies(pieces[0], len(bucket))) is not None:
-            return there
+        """Its bytes: where they lie, or packed into the buffer of this slot."""
+        if self._stream is not None:
+            return self._stream[bucket.start : bucket.stop]
         if self._buffers[slot] is None:
-            longest = len(self._layout.buckets[0])
+            longest = len(self.layout.buckets[0])
             self._buffers[slot] = torch.empty(longest, dtype=torch.uint8, device=self.device)
         buffer = self._buffers[slot][: len(bucket)]
-        for piece in pieces:
-            spec = self._layout.manifest.tensors[piece.tensor_index]
-            into = buffer[piece.in_bucket].view(spec.torch_dtype)
-            into.copy_(self._elements(piece))
+        for piece in self.layout.pieces(bucket):
+            dtype = self.layout.manifest.tensors[piece.tensor_index].torch_dtype
+            buffer[piece.in_bucket].view(dtype).copy_(self._elements(piece, dtype.itemsize))
         return buffer
 
-    def _where_it_lies(self, piece: Piece, size: int) -> torch.Tensor | None:
-        elements = self._elements(piece)
-        spec = self._layout.manifest.tensors[piece.tensor_index]
-        is_all = piece.in_bucket == slice(0, size)
-        return elements.view(torch.uint8) if is_all and elements.dtype == spec.torch_dtype else None
+    def let_go(self) -> None:
+        """Of the last tensor that was gathered."""
+        self._gathered = None
 
-    def _elements(self, piece: Piece) -> torch.Tensor:
+    def _elements(self, piece: Piece, size: int) -> torch.Tensor:
         """This part of a tensor, flat, in the dtype that it has here."""
         index = piece.tensor_index
-        size = self._layout.manifest.tensors[index].torch_dtype.itemsize
         if self._gathered is None or self._gathered[0] != index:
-            self._gathered = index, _whole(self._tensors[index]).reshape(-1)
+            self._gathered = index, _whole(self._tensors[index].detach()).reshape(-1)
         return self._gathered[1][piece.in_tensor.start // size : piece.in_tensor.stop // size]
+
+    def _go_as_they_are(self) -> bool:
+        specs = self.layout.manifest.tensors
+        return self.device.type == "cpu" and all(
+            type(tensor) in (torch.Tensor, torch.nn.Parameter)
+            and tensor.dtype == spec.torch_dtype
+            and tensor.is_contiguous()
+            for tensor, spec in zip(self._tensors, specs, strict=True)
+        )
+
+    def _move_into_a_stream(self) -> torch.Tensor:
+        stream = torch.empty(self.layout.total_bytes, dtype=torch.uint8, device=self.device)
+        for tensor, (_, place) in zip(self._tensors, self.layout.tensors(stream), strict=True):
+            place.copy_(tensor.detach())
+            tensor.data = place
+        return stream
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ stages only that part. Staging memory is kept from one update to the next.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Protocol
 
@@ -27,7 +28,7 @@ class Staging(Protocol):
     """What arrives is in the model at once: once begun, there is no way back."""
 
     def buffer(self, bucket: range) -> torch.Tensor:
-        """The memory to receive a bucket in: to be filled before the next but one is asked for."""
+        """The memory to receive a bucket in: done with before the next but one is asked for."""
 
     def arrived(self, bucket: range, received: torch.Tensor) -> None: ...
 
@@ -187,7 +188,13 @@ def _copies(
 
 
 def _copy_all(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs], True)
+    """By all cores: generation stands still meanwhile."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    try:
+        torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs], True)
+    finally:
+        torch.set_num_threads(threads)
     if pairs and pairs[0][0].is_cuda:
         torch.cuda.current_stream().synchronize()
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Awaitable, Sequence
 from typing import Protocol, TypeVar
 
@@ -100,6 +101,8 @@ class WeightUpdates:
         self._members: dict[str, Engine] = {}
         """Those that hold the current weights: an update is for all of them."""
         self._lost: dict[str, LostEngine] = {}
+        # Unlike any other's: what an earlier manager's groups left at the meeting point is theirs.
+        self._group_prefix = f"weights-{uuid.uuid4().hex[:8]}"
         self._groups_made = 0
         self._group_of: tuple[str, ...] = ()
         self._one_at_a_time = asyncio.Lock()
@@ -255,7 +258,7 @@ class WeightUpdates:
             host=plan.host,
             port=plan.port,
             address=plan.host,
-            group_id=f"weights-{self._groups_made}",
+            group_id=f"{self._group_prefix}-{self._groups_made}",
             rank=0,
             world_size=1 + sum(engine.workers for engine in engines),
             backend=self._backend,

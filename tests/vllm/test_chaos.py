@@ -59,7 +59,7 @@ def test_killed_and_wedged_processes_cost_no_group_and_the_model_still_learns(
     training = train(
         "steps=100000",
         "goal=null",
-        "evaluation.every=25",
+        "evaluation.every=10",
         "evaluation.prompts=100",
         "rollout.workers=2",
         *FAST_CARE,
@@ -83,10 +83,10 @@ def test_killed_and_wedged_processes_cost_no_group_and_the_model_still_learns(
     after = len(run.steps())
     run.until(
         lambda _: any(
-            record["step"] >= after and record["reward"] >= 0.9
+            record["step"] >= after and record["reward"] >= 0.6
             for record in run.records("evaluation")
         ),
-        "the goal: nine answers in ten",
+        "the goal: six answers in ten",
     )
     os.killpg(training.pid, signal.SIGINT)
     assert training.wait() == 128 + signal.SIGINT, training.output

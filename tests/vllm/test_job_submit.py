@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from areal_ray.observability.curve import read_metrics
+from areal_ray.observability.records import StepRecord
 from tests.vllm.conftest import EXAMPLES, wait_until_empty
 
 RAY = Path(sys.executable).with_name("ray")
@@ -48,7 +50,9 @@ def cluster(marked_processes, tmp_path: Path) -> Iterator[dict[str, str]]:
     assert wait_until_empty(marked_processes.alive) == {}
 
 
-def test_the_example_runs_as_a_submitted_job(cluster: dict[str, str], tmp_path: Path) -> None:
+def test_the_example_runs_as_a_submitted_job_and_synchronously(
+    cluster: dict[str, str], tmp_path: Path
+) -> None:
     listing = [RAY, "job", "list"]
     while subprocess.run(listing, env=cluster, capture_output=True, check=False).returncode:
         pass  # until the dashboard answers; the test's own time limit ends it otherwise
@@ -57,6 +61,7 @@ def test_the_example_runs_as_a_submitted_job(cluster: dict[str, str], tmp_path: 
             *(RAY, "job", "submit", "--working-dir", EXAMPLES, "--"),
             *("python", "arithmetic.py", f"runs_dir={tmp_path / 'runs'}", "steps=3"),
             *("warmup.steps=20", "goal=null", "evaluation.every=0", "evaluation.prompts=8"),
+            *("generation.engines=1", "trainer.groups_per_step=8", "rollout.max_staleness=0"),
         ],
         env=cluster,
         capture_output=True,
@@ -67,5 +72,13 @@ def test_the_example_runs_as_a_submitted_job(cluster: dict[str, str], tmp_path: 
     assert "areal-ray: all steps done after 3 steps" in submitted.stdout
     assert "succeeded" in submitted.stdout
     assert (tmp_path / "runs" / "arithmetic" / "model" / "model.safetensors").is_file()
+    # Without staleness training is synchronous.
+    steps = [
+        record
+        for record in read_metrics(tmp_path / "runs" / "arithmetic" / "metrics.jsonl")
+        if isinstance(record, StepRecord)
+    ]
+    assert [record.staleness_max for record in steps] == [0, 0, 0]
+    assert [record.queue_groups for record in steps] == [0, 0, 0]
     # The job joined the cluster and left it as it was.
     assert subprocess.run(listing, env=cluster, capture_output=True, check=False).returncode == 0

@@ -137,22 +137,3 @@ async def _vllm_answers(model: Path, prompts: np.ndarray) -> list[list[int]]:
     finally:
         await engine.close()
     return [result.completions[0].token_ids.tolist() for result in results]
-
-
-def test_without_staleness_training_is_synchronous(train, tmp_path: Path) -> None:
-    training = train(
-        "rollout.max_staleness=0",
-        "warmup.steps=0",
-        "goal=null",
-        "evaluation.every=0",
-        "evaluation.prompts=8",
-        "generation.engines=1",
-        "steps=4",
-        "trainer.groups_per_step=8",
-    )
-    assert training.wait() == 0, training.output
-    records = read_metrics(tmp_path / "runs" / "arithmetic" / "metrics.jsonl")
-    steps = [record for record in records if isinstance(record, StepRecord)]
-    assert len(steps) == 4
-    assert {record.staleness_max for record in steps} == {0}
-    assert {record.queue_groups for record in steps} == {0}
