@@ -33,6 +33,7 @@ from ray.actor import ActorHandle
 from areal_ray.actors.checkpoint_engine import CheckpointEngineManager, EngineMember, ManagerSpec
 from areal_ray.actors.generation import GenerationActor
 from areal_ray.generation.engine import EngineSpec
+from areal_ray.generation.simulated_weights import HeldTensors
 from areal_ray.types import GenerationRequest, Sampling, WeightVersion
 from areal_ray.weights.layout import StreamLayout
 from areal_ray.weights.receiver import StagingReceiver
@@ -124,23 +125,6 @@ class RandomTrainer:
         torch.distributed.destroy_process_group()
 
 
-class HeldWeights:
-    """A model that only holds its weights."""
-
-    def __init__(self, layout: StreamLayout) -> None:
-        self._held = {
-            spec.name: torch.zeros(spec.shape, dtype=spec.torch_dtype)
-            for spec in layout.manifest.tensors
-        }
-
-    def named_parameters(self):
-        return iter(self._held.items())
-
-    def load_weights(self, weights) -> None:
-        for name, tensor in weights:
-            self._held[name].copy_(tensor)
-
-
 @ray.remote(num_cpus=0, max_concurrency=8)
 class Receiving:
     """An engine's receiving side, without the engine."""
@@ -149,7 +133,7 @@ class Receiving:
         torch.set_num_threads(1)
         self._receiver = StagingReceiver(
             torch.device("cpu"),
-            lambda layout: staging_for(HeldWeights(layout), layout, "device", is_shard=False),
+            lambda layout: staging_for(HeldTensors(layout, {}), layout, "device", is_shard=False),
         )
         self._bare: Bare | None = None
 

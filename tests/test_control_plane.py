@@ -12,7 +12,14 @@ import ray
 from rehearsing import PROMPTS, RehearsedCrew, run, simulated, zero
 
 from areal_ray.deadlines import within
-from areal_ray.errors import FilteredOut, GroupTimedOut, TooManyFailures, root_cause
+from areal_ray.errors import (
+    FilteredOut,
+    GroupTimedOut,
+    TooManyFailures,
+    WeightUpdateError,
+    root_cause,
+)
+from areal_ray.generation.faults import FailStep
 from areal_ray.types import Completion, Prompt, Trajectory
 from areal_ray.workflows import RolloutContext
 
@@ -171,6 +178,19 @@ def test_a_filter_that_lets_nothing_through_ends_the_run(rehearse) -> None:
             await within(30, rehearsal.crew.watch(), who="watch", doing="raising")
 
     with pytest.raises(FilteredOut, match="none of 21 groups in a row"):
+        run(scenario())
+
+
+def test_weight_updates_that_keep_failing_end_the_run_with_the_cause(rehearse) -> None:
+    async def scenario() -> None:
+        async with rehearse(weights={"max_failures": 2}) as rehearsal:
+            await rehearsal.step()
+            for _ in range(2):
+                fault = FailStep(step="receive", how="raise", when="before")
+                await rehearsal.inject("engine-0", fault)
+            await rehearsal.step()
+
+    with pytest.raises(WeightUpdateError, match="engine-0 failed to receive, as it was told to"):
         run(scenario())
 
 

@@ -11,25 +11,10 @@ import msgspec
 import sharded_trainer
 import torch
 
-from areal_ray.weights.layout import StreamLayout
+from areal_ray.generation.simulated_weights import HeldTensors
 from areal_ray.weights.receiver import StagingReceiver
 from areal_ray.weights.staging import staging_for
 from areal_ray.weights.update import GroupMember, SendingPlan, WeightUpdate
-
-
-class Held:
-    def __init__(self, layout: StreamLayout) -> None:
-        self.weights = {
-            spec.name: torch.zeros(spec.shape, dtype=spec.torch_dtype)
-            for spec in layout.manifest.tensors
-        }
-
-    def named_parameters(self):
-        return iter(self.weights.items())
-
-    def load_weights(self, weights) -> None:
-        for name, tensor in weights:
-            self.weights[name].copy_(tensor)
 
 
 def test_shards_are_gathered_converted_and_sent_whole() -> None:
@@ -46,13 +31,11 @@ def test_shards_are_gathered_converted_and_sent_whole() -> None:
     ]
     try:
         plan = msgspec.json.decode(ranks[0].stdout.readline(), type=SendingPlan)
-        held: list[Held] = []
-
-        def staging(layout: StreamLayout):
-            held.append(Held(layout))
-            return staging_for(held[0], layout, "device", is_shard=False)
-
-        receiver = StagingReceiver(torch.device("cpu"), staging)
+        held: dict[str, torch.Tensor] = {}
+        receiver = StagingReceiver(
+            torch.device("cpu"),
+            lambda layout: staging_for(HeldTensors(layout, held), layout, "device", is_shard=False),
+        )
         member = GroupMember(
             "127.0.0.1", plan.port, "127.0.0.1", "sharded", 1, 2, "gloo", sharded_trainer.TIMEOUT_S
         )
@@ -64,7 +47,7 @@ def test_shards_are_gathered_converted_and_sent_whole() -> None:
         for rank in ranks:
             rank.kill()
     expected = dict(sharded_trainer.whole_model().named_parameters())
-    assert held[0].weights.keys() == expected.keys()
-    for name, tensor in held[0].weights.items():
+    assert held.keys() == expected.keys()
+    for name, tensor in held.items():
         assert tensor.dtype == torch.bfloat16
         assert torch.equal(tensor, expected[name].to(torch.bfloat16)), name

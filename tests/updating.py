@@ -283,7 +283,7 @@ class Fleet:
     async def replace(self, name: str) -> None:
         """As the pool does with a lost engine: forget it, start another, give it the weights."""
         self.updates.forget(name)
-        await self.engines[name].engine.close()
+        self.engines[name].die()
         await self.updates.sync(await self._new_engine(name))
 
     async def _new_engine(self, name: str) -> TrappedEngine:
@@ -309,7 +309,7 @@ class Fleet:
 
     async def close(self) -> None:
         for engine in self.engines.values():
-            await engine.engine.close()
+            engine.die()
         self.trainer.close()
 
 

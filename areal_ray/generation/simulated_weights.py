@@ -81,8 +81,8 @@ class SimulatedWeights:
 
     async def drop(self) -> str:
         await self._host.answer_at_step("drop", "before")
-        self._is_receiving, was_receiving = False, self._is_receiving
-        trouble = await asyncio.to_thread(self.receiver.discard) if was_receiving else ""
+        self._is_receiving = False
+        trouble = await asyncio.to_thread(self.receiver.discard) if self._receiver else ""
         await self._host.answer_at_step("drop", "after")
         return trouble
 
@@ -117,11 +117,11 @@ class SimulatedWeights:
     def _make_staging(self, layout: StreamLayout) -> Staging:
         from areal_ray.weights.staging import staging_for
 
-        return staging_for(_NoModel(layout, self.tensors), layout, self._staging, is_shard=False)
+        return staging_for(HeldTensors(layout, self.tensors), layout, self._staging, is_shard=False)
 
 
-class _NoModel:
-    """Holds tensors as they are sent."""
+class HeldTensors:
+    """In the place of a model: holds tensors as they are sent, in the dict that it is given."""
 
     def __init__(self, layout: StreamLayout, tensors: dict[str, torch.Tensor]) -> None:
         import torch

@@ -22,7 +22,7 @@ from areal_ray.errors import TornWeights, WeightUpdateError
 from areal_ray.weights.checksum import checksum
 from areal_ray.weights.layout import StreamLayout
 from areal_ray.weights.staging import Staging
-from areal_ray.weights.transport import Transport, join
+from areal_ray.weights.transport import Transport, hang_up, join
 from areal_ray.weights.update import GroupMember, WeightUpdate
 
 BUCKETS_AWAITED = 2
@@ -82,8 +82,10 @@ class StagingReceiver:
         Raises `TornWeights` if a part of it is in the model already.
         """
         reception, self._reception = self._reception, None
-        self._group = None
+        group, self._group = self._group, None
         if reception is None:
+            if group is not None:
+                group.close()  # so that nobody waits for us
             return ""
         if self._staging.writes_in_place:
             # Under a pause, so there is time: one that has not begun to write is not torn.
@@ -149,9 +151,10 @@ class _Reception:
                 group = join()
                 try:
                     self._receive(group)
-                except BaseException:
-                    # So that nobody waits for us to the time limit.
-                    group.close()
+                except BaseException as error:
+                    # So that nobody waits for us to the time limit. Here, and not in `discard`:
+                    # it waits for what is still on its way.
+                    hang_up(group, error)
                     raise
             self._group = group
         except Exception as error:  # noqa: BLE001 - raised by `result`, told by `trouble`

@@ -18,7 +18,7 @@ import torch
 from areal_ray.errors import WeightUpdateError
 from areal_ray.weights.checksum import checksum
 from areal_ray.weights.layout import Piece, StreamLayout, manifest_of
-from areal_ray.weights.transport import Rendezvous, Transport, join
+from areal_ray.weights.transport import Rendezvous, Transport, hang_up, join
 from areal_ray.weights.update import GroupMember, SendingPlan
 
 BUCKETS_IN_FLIGHT = 3
@@ -57,9 +57,10 @@ class Sender:
             self._group = self._join(member, self._rendezvous.store)
         try:
             send(self._group, self._source, verify=self._verify)
-        except BaseException:
+        except BaseException as error:
             # So that the engines which still wait for more hear that none will come.
-            self._hang_up()
+            group, self._group = self._group, None
+            hang_up(group, error)
             raise
 
     def call_off(self, group_id: str) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -35,6 +35,8 @@ from areal_ray.types import WeightVersion
 from areal_ray.weights.update import Backend, GroupMember, SendingPlan, WeightUpdate
 
 T = TypeVar("T")
+
+GRACE_S = 0.5
 
 
 class Engine(Protocol):
@@ -171,7 +173,7 @@ class WeightUpdates:
             except WeightUpdateError:
                 raise
             except Exception as error:
-                raise _cause(error) from error
+                raise WeightUpdateError(f"weights were not staged: {described(error)}") from error
             if expected not in (None, version):
                 raise WrongVersion(f"the trainer sent version {version}, expected {expected}")
             undo.nothing_more()
@@ -180,25 +182,28 @@ class WeightUpdates:
     async def _transfer(self, engines: Sequence[Engine], undo: Undo) -> WeightVersion:
         plan = await self._within(self._trainer.plan(), "the trainer", "its sending plan")
         begun: list[Engine] = []
-        undo.later("the abort", lambda: self._abort(begun))
         sender = self._sender(plan, engines)
         sending = asyncio.ensure_future(self._trainer.send(sender))
-        undo.later(f"the end of {sender.group_id}", lambda: self._end_group(sender, sending))
+        # In the order in which they unblock each other, which is from the last to the first: those
+        # who wait for others to come, the engines, and the trainer once an engine has hung up.
+        undo.later(f"the end of {sender.group_id}", lambda: self._until_ended(sending))
+        undo.later("the abort", lambda: self._abort(begun))
+        undo.later(f"calling {sender.group_id} off", lambda: self._call_off(sender))
+        # Shielded: its end is awaited once more, when the group is ended.
+        sent = self._within(asyncio.shield(sending), "the trainer", "sending weights")
+        staged = []
         rank = 1
-        async with asyncio.TaskGroup() as tasks:
-            # Shielded: its end is awaited once more, when the group is ended.
-            awaited = asyncio.shield(sending)
-            tasks.create_task(self._within(awaited, "the trainer", "sending weights"))
-            for engine in engines:
-                begun.append(engine)
-                update = WeightUpdate(
-                    member=msgspec.structs.replace(sender, rank=rank, address=engine.address),
-                    manifest=plan.manifest,
-                    verify=self._verify,
-                )
-                staging = engine.stage(msgspec.msgpack.encode(update))
-                tasks.create_task(self._within(staging, engine.name, "staging weights"))
-                rank += engine.workers
+        for engine in engines:
+            begun.append(engine)
+            update = WeightUpdate(
+                member=msgspec.structs.replace(sender, rank=rank, address=engine.address),
+                manifest=plan.manifest,
+                verify=self._verify,
+            )
+            staging = engine.stage(msgspec.msgpack.encode(update))
+            staged.append(self._within(staging, engine.name, "staging weights"))
+            rank += engine.workers
+        await _all_or_the_cause(staged, sent)
         return sending.result()
 
     async def _commit(self, engines: Sequence[Engine], version: WeightVersion) -> list[float]:
@@ -265,23 +270,35 @@ class WeightUpdates:
             timeout_s=self._limits.timeout_s,
         )
 
-    async def _end_group(self, sender: GroupMember, sending: Awaitable[WeightVersion]) -> None:
-        """A group that a transfer failed in is never used again: all meet under a new name. The
-        trainer is done with it before this returns, so that it can send to the next."""
+    async def _call_off(self, sender: GroupMember) -> None:
+        """A group that a transfer failed in is never used again: all meet under a new name."""
         self._group_of = ()
-        calling_off = self._trainer.call_off(sender.group_id)
-        called_off, _ = await asyncio.gather(calling_off, sending, return_exceptions=True)
-        if isinstance(called_off, BaseException):
-            raise called_off
+        await self._trainer.call_off(sender.group_id)
+
+    async def _until_ended(self, sending: Awaitable[WeightVersion]) -> None:
+        """The trainer is done with this group, and can send to the next."""
+        await asyncio.gather(sending, return_exceptions=True)
 
     async def _within(self, call: Awaitable[T], who: str, doing: str) -> T:
         limit = f"{doing} (weights.timeout_s)"
         return await within(self._limits.timeout_s, call, who=who, doing=limit)
 
 
-def _cause(error: Exception) -> WeightUpdateError:
-    failures = error.exceptions if isinstance(error, ExceptionGroup) else (error,)
-    for failure in failures:
-        if isinstance(failure, TrainerLost):
-            return failure
-    return WeightUpdateError(f"weights were not staged: {described(failures[0])}")
+async def _all_or_the_cause(
+    staged: Sequence[Coroutine[object, object, None]],
+    sent: Coroutine[object, object, WeightVersion],
+) -> None:
+    """Until all are done, or one has failed. An engine that hangs up breaks the trainer's sending:
+    it is given a moment to say why, and that is then the cause."""
+    calls = [asyncio.ensure_future(call) for call in (*staged, sent)]
+    try:
+        await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+        if any(call.done() and call.exception() for call in calls):
+            await asyncio.wait(calls[:-1], timeout=GRACE_S, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+    failures = [call.exception() for call in calls if not call.cancelled() and call.exception()]
+    if failures:
+        raise next((one for one in failures if isinstance(one, TrainerLost)), failures[0])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+import traceback
 from datetime import timedelta
 from typing import Protocol
 
@@ -72,6 +73,13 @@ def join(member: GroupMember, store: dist.Store | None = None) -> Transport:
     return {"gloo": GlooTransport, "nccl": NcclTransport}[member.backend](member, store)
 
 
+def hang_up(group: Transport, error: BaseException) -> None:
+    """Close a group that failed by `error`, whose traceback would otherwise keep what was on its
+    way, and with it the connections, for as long as somebody remembers the error."""
+    traceback.clear_frames(error.__traceback__)
+    group.close()
+
+
 class _ProcessGroup:
     def __init__(self, member: GroupMember, store: dist.Store | None) -> None:
         self.member = member
@@ -90,16 +98,22 @@ class _ProcessGroup:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-        return self._group.broadcast([buffer], options)
+        return self._open.broadcast([buffer], options)
 
     def acknowledge(self, device: torch.device, *, is_right: bool) -> bool:
         vote = torch.tensor([int(is_right)], device=device)
-        self._group.allreduce([vote], dist.AllreduceOptions()).wait()
+        self._open.allreduce([vote], dist.AllreduceOptions()).wait()
         # On a GPU this also waits for the stream: then all bytes are there.
         return vote.item() == self.member.world_size
 
     def close(self) -> None:
         self._group = None
+
+    @property
+    def _open(self) -> dist.ProcessGroup:
+        if self._group is None:
+            raise WeightUpdateError(f"{self.member.group_id} was left")
+        return self._group
 
 
 class GlooTransport(_ProcessGroup):

@@ -12,6 +12,8 @@ from types import ModuleType
 
 import pytest
 
+from areal_ray.generation.engine import EngineSpec
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -20,6 +22,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.vllm)
             item.add_marker(pytest.mark.timeout(600))
+
+
+def engine_spec(name: str, model: Path, **changes: object) -> EngineSpec:
+    """Of an engine on the CPU for a tiny model."""
+    defaults = {
+        "model_path": str(model),
+        "dtype": "float32",
+        "device": "cpu",
+        "max_prompt_tokens": 8,
+        "max_new_tokens": 8,
+        "max_samples": 8,
+        "tensor_parallel": 1,
+        "kv_cache_gib": None,
+        "gpu_memory": 0.85,
+        "trust_remote_code": False,
+        "seed": 0,
+    }
+    return EngineSpec(name=name, **(defaults | changes))
 
 
 class LiveCrew:

@@ -17,10 +17,10 @@ from rehearsing import pid_of, run
 from areal_ray.actors.engine_calls import EngineCalls, EngineLost
 from areal_ray.actors.generation import GenerationActor
 from areal_ray.generation.continuation import Continuation
-from areal_ray.generation.engine import EngineSpec
 from areal_ray.training.model import CausalModel
 from areal_ray.training.packing import LearnedSequence, pack
 from areal_ray.types import Completion, GenerationRequest, Sampling
+from tests.vllm.conftest import engine_spec
 
 LENGTH = 400
 
@@ -45,20 +45,7 @@ def endless_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def engines(ray_cluster: None, endless_model: Path) -> Iterator[dict[str, ray.actor.ActorHandle]]:
     made = {
         name: GenerationActor.options(max_concurrency=100, num_cpus=0, max_restarts=-1).remote(
-            EngineSpec(
-                name=name,
-                model_path=str(endless_model),
-                dtype="float32",
-                device="cpu",
-                max_prompt_tokens=8,
-                max_new_tokens=LENGTH,
-                max_samples=8,
-                tensor_parallel=1,
-                kv_cache_gib=None,
-                gpu_memory=0.9,
-                trust_remote_code=False,
-                seed=index,
-            )
+            engine_spec(name, endless_model, max_new_tokens=LENGTH, seed=index)
         )
         for index, name in enumerate(("first", "second", "third"))
     }

@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from areal_ray.config_file import load
-from areal_ray.generation.engine import EngineSpec
 from areal_ray.generation.vllm import VllmEngine
 from areal_ray.observability.curve import read_metrics
 from areal_ray.observability.records import EvaluationRecord, StepRecord
 from areal_ray.types import GenerationRequest, Sampling
 from tests.conftest import MarkedProcesses
-from tests.vllm.conftest import EXAMPLES, Training
+from tests.vllm.conftest import EXAMPLES, Training, engine_spec
 
 
 @pytest.fixture(scope="module")
@@ -109,20 +108,7 @@ def test_the_exported_model_answers_as_evaluated_in_transformers_and_vllm(
 
 async def _vllm_answers(model: Path, prompts: np.ndarray) -> list[list[int]]:
     engine = VllmEngine(
-        EngineSpec(
-            name="engine-0",
-            model_path=str(model),
-            dtype="float32",
-            device="cpu",
-            max_prompt_tokens=8,
-            max_new_tokens=5,
-            max_samples=256,
-            tensor_parallel=1,
-            kv_cache_gib=0.0625,
-            gpu_memory=0.85,
-            trust_remote_code=False,
-            seed=0,
-        ),
+        engine_spec("engine-0", model, max_new_tokens=5, max_samples=256, kv_cache_gib=0.0625),
         address="127.0.0.1",
     )
     await engine.start()

@@ -17,12 +17,12 @@ import torch
 from areal_ray.actors.checkpoint_engine import CheckpointEngineManager, EngineMember, ManagerSpec
 from areal_ray.actors.generation import GenerationActor
 from areal_ray.errors import WeightUpdateError
-from areal_ray.generation.engine import EngineSpec
 from areal_ray.training.model import CausalModel
 from areal_ray.training.packing import LearnedSequence, pack
 from areal_ray.types import GenerationRequest, GenerationResult, Sampling
 from areal_ray.weights.transaction import Limits
 from tests.vllm import versioned
+from tests.vllm.conftest import engine_spec
 from tests.vllm.versioned import (
     LENGTH,
     VersionedTrainer,
@@ -49,19 +49,12 @@ class Site:
         self.version = 0
         self.engines = {
             name: GenerationActor.options(max_concurrency=200, num_cpus=0, max_restarts=-1).remote(
-                EngineSpec(
-                    name=name,
-                    model_path=str(model),
-                    dtype="float32",
-                    device="cpu",
+                engine_spec(
+                    name,
+                    model,
                     max_prompt_tokens=300,
                     max_new_tokens=LENGTH,
                     max_samples=64,
-                    tensor_parallel=1,
-                    kv_cache_gib=None,
-                    gpu_memory=0.9,
-                    trust_remote_code=False,
-                    seed=0,
                     **mode,
                 )
             )
