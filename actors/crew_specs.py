@@ -114,6 +114,7 @@ def manager_spec(config: Config) -> ManagerSpec:
         verify=weights.verify,
         limits=Limits(
             timeout_s=weights.timeout_s,
+            busy_timeout_s=config.trainer.step_timeout_s,
             restore_timeout_s=RESTORE_TIMEOUT_S,
             max_failures=weights.max_failures,
         ),
@@ -121,9 +122,12 @@ def manager_spec(config: Config) -> ManagerSpec:
 
 
 def update_timeout_s(config: Config) -> float:
-    """All that an update may take: every attempt to its limit with all it undoes, the commit."""
-    attempt_s = 2 * config.weights.timeout_s + 4 * RESTORE_TIMEOUT_S
-    return config.weights.max_failures * attempt_s + config.weights.timeout_s
+    """All that an update may take: every attempt to its limit with all it undoes, the commit; and
+    a sync of every engine before it."""
+    weights = config.weights
+    attempt_s = config.trainer.step_timeout_s + weights.timeout_s + 6 * RESTORE_TIMEOUT_S
+    attempts = weights.max_failures + config.generation.engines
+    return attempts * (attempt_s + weights.timeout_s)
 
 
 def worker_spec(config: Config, task: Task, model_path: str) -> WorkerSpec:
@@ -159,8 +163,7 @@ def controller_spec(config: Config, run_dir: Path) -> ControllerSpec:
         journal=str(run_dir / "rollout.journal"),
         tensor_parallel=config.generation.tensor_parallel,
         startup_timeout_s=config.generation.startup_timeout_s,
-        # Behind an update under way, and behind a step that the trainer takes.
-        sync_timeout_s=2 * update_timeout_s(config) + config.trainer.step_timeout_s,
+        sync_timeout_s=update_timeout_s(config),
         engine_care=_engine_care(config),
         worker_care=_worker_care(config),
     )

@@ -118,11 +118,13 @@ class TrainerActor:
         return self._batches.queue_restarted(incarnation)
 
     async def sending_plan(self, bucket_bytes: int, timeout_s: float, verify: bool) -> SendingPlan:
-        """Open the place where engines join; the weights' names, shapes and order."""
-        if self._sender is None:
-            self._sender = await self._in_thread(
-                lambda: self._new_sender(bucket_bytes, timeout_s, verify)
-            )
+        """Open the place where engines join; the weights' names, shapes and order. Comes when a
+        step that is being computed is done: engines that wait for weights have a time limit."""
+
+        def make_sender() -> None:
+            self._sender = self._sender or self._new_sender(bucket_bytes, timeout_s, verify)
+
+        await self._in_thread(make_sender)
         return self._sender.plan
 
     async def send_weights(self, member: GroupMember) -> WeightVersion:

@@ -155,7 +155,7 @@ class WeightsConfig(Section):
     bucket_mib: Annotated[float, Meta(ge=0.001)] = 256.0
     """Weights travel in buffers of this size."""
     timeout_s: Positive = 300.0
-    """One weight update must reach every engine within this."""
+    """Each step of a weight update (staging on all engines, the commit) must end within this."""
     staging: StagingMode = "device"
     """Where weights wait until all engines have them: beside those that serve (`device`), in
     pinned host memory (`host`), or nowhere (`none`): written in place, while generation stands
@@ -164,8 +164,8 @@ class WeightsConfig(Section):
     """What becomes of the KV cache of requests in flight: `recompute` it under the new weights, or
     `keep` what the old ones made. Later prompts never use what old weights cached."""
     release_kv_cache: bool = False
-    """Give the KV cache's memory back while weights are written in place, for engines that share
-    their GPUs. Needs `staging: none`."""
+    """Give the KV cache's memory back while weights are written in place, where a GPU has no room
+    for the transfer beside it. Needs `staging: none`."""
     verify: bool = False
     """Compare a checksum of every bucket after the transfer."""
     max_failures: Count = 3

@@ -8,8 +8,8 @@
 
 The end of the block, a failure and a cancellation run what is still put down, last first.
 Each restore has a time limit of its own, a failing one does not keep the others from running,
-and no cancellation cuts them short: it is raised once they are through. The error that ended
-the block stays the one that is raised, with each restore's error as a note on it; where there
+and no cancellation cuts them short: it is raised once they are through. Otherwise the error that
+ended the block stays the one that is raised, with each restore's error as a note on it; where there
 was none, the restores' errors are raised.
 """
 
@@ -54,8 +54,6 @@ class Undo:
     async def give_back(self, error: BaseException | None = None) -> None:
         """Run what is put down. `error`: why, if there is a reason besides being done."""
         failures = await uncancelled(self._restore_all())
-        for failure in failures:
-            logs.warning("while restoring: {}", failure)
         if failures and error is None:
             raise RestoreError("; ".join(failures))
         for failure in failures:
@@ -67,8 +65,9 @@ class Undo:
             doing, restore = self._restores.pop()
             try:
                 await within(self._timeout_s, restore(), who="a restore", doing=doing)
-            except Exception as failure:  # noqa: BLE001 - told with the error that came first
+            except (Exception, asyncio.CancelledError) as failure:  # noqa: BLE001 - told in the end
                 failures.append(f"{doing} failed: {described(failure)}")
+                logs.warning("while restoring: {}", failures[-1])
         return failures
 
 

@@ -264,7 +264,12 @@ async def measure_pause(
             backend="gloo",
             bucket_bytes=BUCKET_BYTES,
             verify=False,
-            limits=Limits(timeout_s=TIMEOUT_S, restore_timeout_s=30.0, max_failures=1),
+            limits=Limits(
+                timeout_s=TIMEOUT_S,
+                busy_timeout_s=TIMEOUT_S,
+                restore_timeout_s=30.0,
+                max_failures=1,
+            ),
         ),
     )
     await manager.sync.remote(

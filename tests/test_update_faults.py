@@ -26,7 +26,7 @@ from areal_ray.weights.transaction import Engine, Limits, Trainer
 from areal_ray.weights.transport import GlooTransport
 from areal_ray.weights.update import StagingMode
 
-IMPATIENT = Limits(timeout_s=1.0, restore_timeout_s=1.0, max_failures=2)
+IMPATIENT = Limits(timeout_s=1.0, busy_timeout_s=1.0, restore_timeout_s=1.0, max_failures=2)
 AT_ONCE = 16
 BROADCASTS = 3
 """Two buckets and their checksums."""

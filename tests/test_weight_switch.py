@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
@@ -32,7 +33,12 @@ class RecordingLlm:
     def __init__(self, failing: str) -> None:
         self.asked: list[str] = []
         self.errored = False
+        self.gates: dict[str, asyncio.Event] = {}
         self._failing = failing
+
+    async def generate(self, *_: object) -> AsyncIterator[None]:
+        await asyncio.Event().wait()
+        yield
 
     async def sleep(self, *, level: int, mode: str) -> None:
         assert (level, mode) == (0, "keep")
@@ -80,6 +86,8 @@ class RecordingLlm:
 
     async def _ask(self, what: str) -> None:
         self.asked.append(what)
+        if what in self.gates:
+            await self.gates[what].wait()
         if what == self._failing:
             raise RuntimeError(f"no {what}")
         if self._failing == f"answer to {what}":
@@ -157,8 +165,8 @@ async def test_an_engine_whose_weights_may_be_torn_is_not_resumed(mode, failing:
     await engine.stage_weights(b"")
     with pytest.raises(TornWeights) as torn:
         await engine.commit_weights(3)
-    assert "resume" not in llm.asked
-    assert llm.asked.count("wake") == llm.asked.count("release")
+    # vLLM resumes when it wakes up: neither is done.
+    assert not {"resume", "wake"} & set(llm.asked)
     assert str(torn.value) == (
         "engine-0 may hold torn weights after a failed swap to version 3, and stays paused: "
         f"RuntimeError: no {failing}"
@@ -191,7 +199,42 @@ async def test_in_place_what_may_not_be_discarded_whole_leaves_the_engine_paused
     await engine.stage_weights(b"")
     with pytest.raises(RestoreError, match="letting go of received weights failed"):
         await engine.discard_weights()
-    assert llm.asked[4:] == ["discard", "wake"]
+    assert llm.asked[4:] == ["discard"]
+
+
+@pytest.mark.parametrize(
+    ("slow", "then"),
+    [
+        # Each is undone at once, and what the slow step then did, once more.
+        ("pause", ["resume", "resume"]),
+        ("release", ["wake", "resume", "wake"]),
+        ("receive", ["discard", "wake", "resume"]),
+    ],
+)
+async def test_a_discard_while_a_stage_still_runs_undoes_what_it_does_later(slow, then) -> None:
+    engine, llm = engine_that_lacks("nothing", **IN_PLACE)
+    llm.gates[slow] = asyncio.Event()
+    staging = asyncio.ensure_future(engine.stage_weights(b""))
+    while slow not in llm.asked:
+        await asyncio.sleep(0)
+    await engine.discard_weights()
+    llm.gates[slow].set()
+    with pytest.raises(EngineError, match="the update was discarded before it was staged"):
+        await staging
+    assert llm.asked[llm.asked.index(slow) + 1 :] == then
+    llm.gates.clear()
+    await engine.stage_weights(b"")
+    await engine.commit_weights(3)
+
+
+async def test_while_it_stands_still_an_engine_needs_no_token_to_prove_itself() -> None:
+    engine, _ = engine_that_lacks("nothing", **IN_PLACE)
+    probing = asyncio.ensure_future(engine.probe())
+    await asyncio.sleep(0)
+    await engine.stage_weights(b"")
+    async with asyncio.timeout(5):
+        await probing
+        await engine.probe()
 
 
 @pytest.mark.parametrize("step", ["receive", "pause", "swap", "resume"])

@@ -23,7 +23,7 @@ from areal_ray.weights.update import GroupMember, SendingPlan, StagingMode
 How = Literal["raise", "hang", "die", "cancel"]
 When = Literal["before", "after"]
 
-PATIENT = Limits(timeout_s=30.0, restore_timeout_s=30.0, max_failures=1)
+PATIENT = Limits(timeout_s=30.0, busy_timeout_s=30.0, restore_timeout_s=30.0, max_failures=1)
 TENSORS = {"embed": (40, 8), "norm": (8,), "up": (16, 8)}
 BUCKET_BYTES = 1024
 
@@ -105,6 +105,9 @@ class TrappedTransport:
 
     def close(self) -> None:
         self._inner.close()
+
+    def interrupt(self) -> None:
+        self._inner.interrupt()
 
 
 class TrappedTrainer:

@@ -52,7 +52,7 @@ class Engine(Protocol):
 
     async def probe(self) -> None:
         """Prove that the engine generates, by any token that it makes from now on: a health flag
-        stays green on a wedged one."""
+        stays green on a wedged one. While it stands still for an update, that is answer enough."""
 
     async def stage_weights(self, encoded_update: bytes) -> None:
         """Begin to receive new weights (a `WeightUpdate` as msgpack); returns at once. If it fails

@@ -153,6 +153,8 @@ class SimulatedEngine:
 
     async def probe(self) -> None:
         self._check()
+        if self._switch.stands_still:
+            return
         now_s = self._work.time()
         next_tokens = [made.next_token_s(now_s) for made in self._running.values()]
         await self._pass(self._work, min([now_s + self._spec.first_token_s, *next_tokens]))

@@ -67,7 +67,8 @@ class SimulatedWeights:
 
     async def restore_kv(self) -> None:
         await self._host.answer_at_step("restore_kv", "before")
-        self.is_kv_released = False
+        self.is_kv_released = self.is_paused = False  # vLLM resumes with it
+        self._host.set_pace()
         await self._host.answer_at_step("restore_kv", "after")
 
     async def receive(self, encoded_update: bytes) -> None:

@@ -60,6 +60,7 @@ class VllmEngine:
         self._pieces = 0
         self._piece_came = Changes()
         self._probes = 0
+        self._pauses = 0
         self._switch = WeightSwitch(
             _VllmSteps(self),
             name=spec.name,
@@ -115,7 +116,9 @@ class VllmEngine:
         )
         # Behind a long queue the one token may take its time: any other proves as much.
         answer = asyncio.ensure_future(self._stream(asked, [StreamedSample()]))
-        other = asyncio.ensure_future(self._piece_came.until(lambda: self._pieces > before))
+        other = asyncio.ensure_future(
+            self._piece_came.until(lambda: self._pieces > before or self._switch.stands_still)
+        )
         try:
             await asyncio.wait({answer, other}, return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
@@ -151,9 +154,9 @@ class VllmEngine:
             sample.version = self._version
         asked: TokensPrompt = {"prompt_token_ids": prompt}
         if self._spec.kv_after_update == "keep":
-            # What is cached was computed by some version's weights: a prompt finds that of its own
-            # version only. (Otherwise a commit empties the cache.)
-            asked["cache_salt"] = str(self._version)
+            # What is cached was computed by some version's weights: a prompt finds only what came
+            # after the last pause, as it does. (Otherwise a commit empties the cache.)
+            asked["cache_salt"] = str(self._pauses)
         async for output in self._engine.generate(asked, params, request_id):
             for piece in output.outputs:
                 samples[piece.index].add(piece, served_now=self._version)
@@ -199,6 +202,8 @@ class _VllmSteps:
     async def pause(self) -> None:
         # Level 0 is a pause alone, without the fixed sleep that ends `pause_generation`. Requests
         # are kept, and go on under the new weights.
+        self._owner._pauses += 1
+        self._owner._piece_came.notify()
         await self._ask(self._llm.sleep(level=0, mode="keep"))
 
     async def resume(self) -> None:

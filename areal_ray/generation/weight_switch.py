@@ -7,7 +7,8 @@
 Staged beside the weights that serve, an engine goes on generating until the commit pauses it;
 in place, it is paused before the first byte comes. Whatever was acquired (the pause, the
 released KV cache, what was received) is given back on every way out, each within a time limit,
-and one that fails keeps no other from being tried. Only a torn engine stays paused.
+and one that fails keeps no other from being tried. A torn engine alone stays as it is: paused,
+and without its KV cache if that was released.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from areal_ray.errors import EngineError, TornWeights, described
@@ -66,82 +68,116 @@ class WeightSwitch:
         self._in_place = in_place
         self._release_kv = release_kv
         self._restore_timeout_s = restore_timeout_s
-        self._held: Undo | None = None
-        """What is acquired from the stage to the commit."""
+        self._held: _Update | None = None
+        self._is_torn = False
         self._paused_at = 0.0
-        self._has_received = self._is_torn = False
-        self._trouble = ""
+
+    @property
+    def stands_still(self) -> bool:
+        """Paused for an update, which has its own time limits: no token can be expected."""
+        return self._held is not None and self._held.is_paused and not self._is_torn
 
     async def stage(self, encoded_update: bytes) -> None:
         if self._held is not None or self._is_torn:
             raise EngineError(f"{self._name}: an update began before the last one ended")
-        undo = Undo(timeout_s=self._restore_timeout_s)
-        self._held, self._trouble = undo, ""
+        update = self._held = _Update(Undo(timeout_s=self._restore_timeout_s))
         try:
             if self._in_place:
-                await self._pause(undo)
-            self._has_received = True
-            undo.later("letting go of received weights", self._drop)
+                await self._pause(update)
+            update.has_received = True
+            update.undo.later("letting go of received weights", lambda: self._drop(update))
             await self._steps.receive(encoded_update)
+            self._refuse_if_discarded(update)
         except BaseException as error:
-            await self._give_back(error)
+            await self._give_back(update, error)
             raise
 
     async def commit(self, version: WeightVersion) -> float:
         """Returns how long generation stood still."""
-        if self._held is None:
+        update = self._held
+        if update is None:
             raise EngineError(f"{self._name} has no update to commit")
         try:
             if not self._in_place:
-                await self._pause(self._held)
+                await self._pause(update)
             # From here on some weights may be new and some old.
             self._is_torn = True
             await self._steps.swap()
-            self._has_received = False
+            update.has_received = False
             await self._steps.stamp(version)
             self._is_torn = False
         except BaseException as error:
-            await self._give_back(error)
+            await self._give_back(update, error)
             if not self._is_torn or isinstance(error, (TornWeights, asyncio.CancelledError)):
                 raise
             raise TornWeights(
                 f"{self._name} may hold torn weights after a failed swap to version {version}, "
                 f"and stays paused: {described(error)}"
             ) from error
-        await self._give_back(None)
+        await self._give_back(update, None)
         return self._clock() - self._paused_at
 
     async def discard(self) -> str:
-        """Undo a stage; returns what had gone wrong in it. Without one, there is nothing to do."""
+        """Undo a stage, also one that is still being done; returns what had gone wrong in it.
+        Without one, there is nothing to do."""
         if self._is_torn:
             raise TornWeights(f"{self._name} holds torn weights")
-        if self._held is not None:
-            await self._give_back(None)
-        return self._trouble
+        update = self._held
+        if update is None:
+            return ""
+        await self._give_back(update, None)
+        return update.trouble
 
-    async def _pause(self, undo: Undo) -> None:
-        undo.later("resuming", self._resume)
+    async def _pause(self, update: _Update) -> None:
+        update.undo.later("resuming", self._resume)
+        update.is_paused = True
         await self._steps.pause()
         self._paused_at = self._clock()
+        if self._held is not update:
+            update.undo.later("resuming", self._resume)  # the first came before the pause was done
+        self._refuse_if_discarded(update)
         if self._release_kv:
-            undo.later("restoring the KV cache", self._steps.restore_kv)
+            update.undo.later("restoring the KV cache", self._restore_kv)
             await self._steps.release_kv()
+            if self._held is not update:
+                update.undo.later("restoring the KV cache", self._restore_kv)
+            self._refuse_if_discarded(update)
 
-    async def _drop(self) -> None:
-        if not self._has_received:
+    async def _drop(self, update: _Update) -> None:
+        if not update.has_received:
             return
         try:
-            self._trouble = await self._steps.drop()
+            update.trouble = await self._steps.drop()
         except BaseException as error:
             # In place, only a whole drop says that nothing of it is in the model.
             self._is_torn = self._is_torn or self._in_place or isinstance(error, TornWeights)
             raise
-        self._has_received = False
+        update.has_received = False
+
+    async def _restore_kv(self) -> None:
+        """Which resumes as well, as vLLM does it: not for a torn engine."""
+        if not self._is_torn:
+            await self._steps.restore_kv()
 
     async def _resume(self) -> None:
         if not self._is_torn:
             await self._steps.resume()
 
-    async def _give_back(self, error: BaseException | None) -> None:
-        undo, self._held = self._held, None
-        await undo.give_back(error)
+    def _refuse_if_discarded(self, update: _Update) -> None:
+        if self._held is not update:
+            raise EngineError(f"{self._name}: the update was discarded before it was staged")
+
+    async def _give_back(self, update: _Update, error: BaseException | None) -> None:
+        if self._held is update:
+            self._held = None
+        await update.undo.give_back(error)
+
+
+@dataclass(eq=False)
+class _Update:
+    """One change of weights, from its stage to its end."""
+
+    undo: Undo
+    is_paused: bool = False
+    has_received: bool = False
+    trouble: str = ""

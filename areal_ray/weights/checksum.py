@@ -19,6 +19,7 @@ def checksum(data: torch.Tensor) -> torch.Tensor:
     places = 2 * torch.arange(CHUNK_WORDS, dtype=torch.int64, device=data.device) + 1
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     for number, words in enumerate(data[:whole].view(torch.int64).split(CHUNK_WORDS)):
-        total += (words * places[: len(words)]).sum() * (2 * number + 1)
+        before = 2 * CHUNK_WORDS * number
+        total += (words * places[: len(words)]).sum() + words.sum() * before
     rest = data[whole:].to(torch.int64)
     return total + ((rest + 1) * places[: len(rest)]).sum()

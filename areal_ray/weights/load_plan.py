@@ -5,18 +5,19 @@ tensor-parallel worker keeps its rows), each family of models in its own way. So
 `load_weights` is run once on a stream that holds nothing, and every copy that it would make is
 noted instead of made. From then on weights go straight to their places, in a loop of copies.
 
-A model that does more than copy (transposes, quantises) has no such plan: `derive` returns
+A model that does more than copy (scales, quantises) has no such plan: `derive` returns
 None, and its weights are loaded by `load_weights` itself each time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from areal_ray.weights.layout import StreamLayout
 
@@ -69,9 +70,13 @@ class LoadPlan:
 
 
 def derive(model: Loadable, layout: StreamLayout) -> LoadPlan | None:
+    """None if the model does more than copy, or if parameters share memory in parts."""
+    parameters = dict(model.named_parameters())
+    if len({_storage(tensor) for tensor in parameters.values()}) < len(parameters):
+        return None
     # Never touched, so that the system never backs it with memory.
     stream = torch.empty(layout.total_bytes, dtype=torch.uint8)
-    watch = _Watch(stream, dict(model.named_parameters()), layout)
+    watch = _Watch(stream, parameters, layout)
     try:
         with torch.no_grad(), watch:
             model.load_weights(layout.tensors(stream))
@@ -103,28 +108,23 @@ class _Watch(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        written = [
-            argument
-            for argument, declared in zip(args, func._schema.arguments, strict=False)
-            if declared.alias_info is not None
-            and declared.alias_info.is_write
-            and isinstance(argument, torch.Tensor)
-        ]
-        if not any(_storage(tensor) in self._parameters for tensor in written):
-            return self._read(func, args, kwargs or {})
-        if func in _FILLS:
-            return args[0]  # padding, which was filled when the model was first loaded
-        if func is not torch.ops.aten.copy_.default or _storage(args[1]) != self._stream:
-            raise _DoesMore
-        self._note(*args[:2])
-        return args[0]
-
-    def _read(
-        self, func: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> object:
+        kwargs = kwargs or {}
+        reads_stream = any(_storage(t) == self._stream for t in _tensors((args, kwargs)))
+        written = _written(func, args, kwargs)
+        if any(_storage(tensor) in self._parameters for tensor in written):
+            if func in _FILLS:
+                return args[0]  # padding, which was filled when the model was first loaded
+            if func is not torch.ops.aten.copy_.default or _storage(args[1]) != self._stream:
+                raise _DoesMore
+            self._note(*args[:2])
+            return args[0]
+        if written and reads_stream:
+            raise _DoesMore  # into something that is no parameter
         result = func(*args, **kwargs)
-        from_stream = any(isinstance(a, torch.Tensor) and _is(a, self._stream) for a in args)
-        if from_stream and isinstance(result, torch.Tensor) and not _is(result, self._stream):
+        if reads_stream and not all(
+            isinstance(one, torch.Tensor) and _storage(one) == self._stream
+            for one in tree_leaves(result)
+        ):
             raise _DoesMore  # it computes with the weights, and there are none
         return result
 
@@ -153,5 +153,19 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _is(tensor: torch.Tensor, storage: int) -> bool:
-    return _storage(tensor) == storage
+def _tensors(tree: object) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _written(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[torch.Tensor]:
+    """Every tensor that a call changes."""
+    declared = func._schema.arguments
+    given = [*zip(declared, args, strict=False), *((a, kwargs.get(a.name)) for a in declared)]
+    return [
+        tensor
+        for argument, value in given
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in _tensors(value)
+    ]

@@ -59,6 +59,9 @@ class StagingReceiver:
             self._layout = StreamLayout(update.manifest)
         if self._staging is None:
             self._staging = self._make_staging(self._layout)
+            if self._device.type == "cuda":
+                # Its memory is written on another stream than it was made on.
+                torch.cuda.synchronize(self._device)
         group = self._group
         self._reception = _Reception(
             lambda: group or self._join(update.member),
@@ -87,6 +90,7 @@ class StagingReceiver:
             if group is not None:
                 group.close()  # so that nobody waits for us
             return ""
+        reception.interrupt()
         if self._staging.writes_in_place:
             # Under a pause, so there is time: one that has not begun to write is not torn.
             reception.wait(GRACE_S)
@@ -113,7 +117,7 @@ class _Reception:
         self._staging = staging
         self._device = device
         self._verify = verify
-        self._has_begun = False
+        self._has_begun = self._is_whole = False
         self._group: Transport | None = None
         self._error: Exception | None = None
         self._thread = threading.Thread(
@@ -123,11 +127,19 @@ class _Reception:
 
     def result(self) -> Transport:
         self._thread.join()
-        if self._group is None:
+        if not self._is_whole:
             raise WeightUpdateError(
                 f"the weights did not arrive whole: {self._error}"
             ) from self._error
         return self._group
+
+    def interrupt(self) -> None:
+        """Let go of the group: of one that was received whole in, or from outside, if it hangs."""
+        if self._group is not None:
+            if self.is_alive:
+                self._group.interrupt()
+            else:
+                self._group.close()
 
     def wait(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
@@ -148,7 +160,7 @@ class _Reception:
     def _run(self, join: Callable[[], Transport]) -> None:
         try:
             with _beside_generation(self._device):
-                group = join()
+                group = self._group = join()
                 try:
                     self._receive(group)
                 except BaseException as error:
@@ -156,7 +168,7 @@ class _Reception:
                     # it waits for what is still on its way.
                     hang_up(group, error)
                     raise
-            self._group = group
+            self._is_whole = True
         except Exception as error:  # noqa: BLE001 - raised by `result`, told by `trouble`
             self._error = error
 

@@ -65,6 +65,9 @@ class Sender:
 
     def call_off(self, group_id: str) -> None:
         """End a `send` that still waits for a member of this group. From any thread."""
+        group = self._group
+        if group is not None and group.member.group_id == group_id:
+            group.interrupt()
         self._rendezvous.call_off(group_id)
 
     def _hang_up(self) -> None:

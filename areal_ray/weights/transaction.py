@@ -58,7 +58,8 @@ class Engine(Protocol):
 
 
 class Trainer(Protocol):
-    async def plan(self) -> SendingPlan: ...
+    async def plan(self) -> SendingPlan:
+        """Comes when the trainer has no other work in hand."""
 
     async def send(self, member: GroupMember) -> WeightVersion:
         """Returns the version that was sent, once every member has said that it holds it.
@@ -89,6 +90,8 @@ class Outcome(msgspec.Struct, frozen=True):
 class Limits(msgspec.Struct, frozen=True):
     timeout_s: float
     """For each step of the way."""
+    busy_timeout_s: float
+    """For the trainer to end what it is at."""
     restore_timeout_s: float
     """For each thing that an abort undoes."""
     max_failures: int
@@ -120,10 +123,12 @@ class WeightUpdates:
             known = self._members.get(engine.name)
             if known is not None and known.process == engine.process:
                 return
+            self.forget(engine.name)  # what an earlier process of that name was
             version, _ = await self._stage([engine])
             await self._commit([engine], version)
             if engine.name in self._lost:
                 raise WeightUpdateError(self._lost.pop(engine.name).cause)
+            self._members[engine.name] = engine
 
     def forget(self, name: str) -> None:
         """It takes part no more: it is lost, or has left."""
@@ -180,7 +185,12 @@ class WeightUpdates:
         return version, time.perf_counter() - began
 
     async def _transfer(self, engines: Sequence[Engine], undo: Undo) -> WeightVersion:
-        plan = await self._within(self._trainer.plan(), "the trainer", "its sending plan")
+        plan = await within(
+            self._limits.busy_timeout_s,
+            self._trainer.plan(),
+            who="the trainer",
+            doing="its sending plan (trainer.step_timeout_s)",
+        )
         begun: list[Engine] = []
         sender = self._sender(plan, engines)
         sending = asyncio.ensure_future(self._trainer.send(sender))
@@ -223,8 +233,6 @@ class WeightUpdates:
                 cause = f"{engine.name} did not commit version {version}: {described(outcome)}"
                 self._lose(engine, cause)
             else:
-                self._members[engine.name] = engine
-                self._lost.pop(engine.name, None)
                 pauses.append(outcome)
         return pauses
 

@@ -62,7 +62,11 @@ class Transport(Protocol):
         """
 
     def close(self) -> None:
-        """Hang up. Members that wait for us learn it at once."""
+        """Hang up, by who used it last: it may wait for what is still on its way. Members that
+        wait for us learn it."""
+
+    def interrupt(self) -> None:
+        """From another thread: end what hangs in it, if that can be done."""
 
 
 def join(member: GroupMember, store: dist.Store | None = None) -> Transport:
@@ -109,6 +113,9 @@ class _ProcessGroup:
     def close(self) -> None:
         self._group = None
 
+    def interrupt(self) -> None:
+        pass
+
     @property
     def _open(self) -> dist.ProcessGroup:
         if self._group is None:
@@ -117,7 +124,8 @@ class _ProcessGroup:
 
 
 class GlooTransport(_ProcessGroup):
-    """Between CPUs. Gloo closes its connections when the object goes, and not before."""
+    """Between CPUs. Gloo closes its connections when the object goes, and not before; what hangs
+    in it ends with the others' connections, or with the time limit."""
 
     def _make(self, store: dist.Store, timeout: timedelta) -> dist.ProcessGroup:
         options = dist.ProcessGroupGloo._Options()
@@ -138,9 +146,13 @@ class NcclTransport(_ProcessGroup):
         return dist.ProcessGroupNCCL(store, self.member.rank, self.member.world_size, options)
 
     def close(self) -> None:
-        if self._group is not None:
-            self._group.abort()
+        self.interrupt()
         super().close()
+
+    def interrupt(self) -> None:
+        group = self._group
+        if group is not None:
+            group.abort()
 
 
 def _wait_for_all(store: dist.Store, member: GroupMember) -> None:
@@ -148,9 +160,12 @@ def _wait_for_all(store: dist.Store, member: GroupMember) -> None:
     store.set(f"here-{member.rank}", "")
     everybody = [f"here-{rank}" for rank in range(member.world_size)]
     deadline = time.monotonic() + member.timeout_s
-    while not store.check(everybody):
+    while True:
+        # First: who has left since is still on the list.
         if store.check([CALLED_OFF]):
             raise WeightUpdateError(f"{member.group_id} was called off: not everybody came")
+        if store.check(everybody):
+            return
         if time.monotonic() > deadline:
             raise WeightUpdateError(
                 f"not everybody came to {member.group_id} within {member.timeout_s:g} s"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -74,6 +74,11 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
 
     def start_weight_update(self) -> None:
         pass
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Without the wait for the device that the base class ends with: what has just begun is
+        to go on beside generation."""
+        self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: StagedUpdateInfo) -> None:
         update = msgspec.msgpack.decode(update_info.encoded, type=WeightUpdate)

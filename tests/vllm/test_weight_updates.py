@@ -80,7 +80,9 @@ class Site:
                 backend="gloo",
                 bucket_bytes=64 * 1024,
                 verify=True,
-                limits=Limits(timeout_s=60.0, restore_timeout_s=10.0, max_failures=2),
+                limits=Limits(
+                    timeout_s=60.0, busy_timeout_s=60.0, restore_timeout_s=10.0, max_failures=2
+                ),
             ),
         )
         for name in self.engines:

@@ -166,3 +166,6 @@ class _Waiting:
 
     def close(self) -> None:
         self._inner.close()
+
+    def interrupt(self) -> None:
+        self._inner.interrupt()
