@@ -182,16 +182,33 @@ def test_a_filter_that_lets_nothing_through_ends_the_run(rehearse) -> None:
 
 
 def test_weight_updates_that_keep_failing_end_the_run_with_the_cause(rehearse) -> None:
+    def refuse_to_send(trainer) -> None:
+        async def refused(member: object) -> int:
+            raise OSError("no way to send")
+
+        trainer.send_weights = refused
+
     async def scenario() -> None:
         async with rehearse(weights={"max_failures": 2}) as rehearsal:
             await rehearsal.step()
-            for _ in range(2):
-                fault = FailStep(step="receive", how="raise", when="before")
-                await rehearsal.inject("engine-0", fault)
+            await rehearsal.crew.trainer.__ray_call__.remote(refuse_to_send)
             await rehearsal.step()
 
-    with pytest.raises(WeightUpdateError, match="engine-0 failed to receive, as it was told to"):
+    with pytest.raises(WeightUpdateError, match="OSError: no way to send"):
         run(scenario())
+
+
+def test_an_engine_that_can_t_stage_weights_is_replaced(rehearse) -> None:
+    async def scenario() -> None:
+        async with rehearse(generation={"engines": 2}) as rehearsal:
+            await rehearsal.step()
+            await rehearsal.inject("engine-0", FailStep(step="receive", how="raise", when="before"))
+            await rehearsal.steps(2)
+            await rehearsal.check_that_all_is_well()
+            rollout, _ = await rehearsal.crew.status()
+            assert [engine.incarnation for engine in rollout.engines] == [2, 1]
+
+    run(scenario())
 
 
 def test_in_strict_order_groups_are_trained_on_as_they_were_drawn(rehearse) -> None:

@@ -18,7 +18,7 @@ async def fleet() -> AsyncIterator[Fleet]:
     made = Fleet(
         Trap("nowhere", "before", "raise"),
         engines=3,
-        limits=msgspec.structs.replace(PATIENT, max_failures=3),
+        limits=msgspec.structs.replace(PATIENT, timeout_s=8.0, max_failures=3),
         staging="device",
         release_kv=False,
     )
@@ -35,6 +35,20 @@ async def update(fleet: Fleet):
 def fail(fleet: Fleet, name: str, step: str, times: int = 1) -> None:
     for _ in range(times):
         fleet.engines[name].engine.inject(FailStep(step=step, how="raise", when="before"))
+
+
+def fail_to_send(fleet: Fleet, times: int = 1) -> None:
+    """The trainer's fault, and nobody else's."""
+    sender = fleet.trainer._sender
+    send, left = sender.send, [OSError("no way to send")] * times
+
+    def failing(member: object) -> None:
+        if left:
+            sender._hang_up()
+            raise left.pop()
+        send(member)
+
+    sender.send = failing
 
 
 async def test_all_engines_serve_the_new_version(fleet: Fleet) -> None:
@@ -69,21 +83,36 @@ async def test_an_engine_that_joins_gets_the_current_version_and_the_others_are_
     assert set(fleet.served().values()) == {2}
 
 
-async def test_an_aborted_update_is_tried_again_with_all_who_could_undo_it(fleet: Fleet) -> None:
-    fail(fleet, "engine-1", "receive")
+async def test_an_update_that_no_engine_broke_is_tried_again_with_all(fleet: Fleet) -> None:
+    fail_to_send(fleet, times=2)
     outcome = await update(fleet)
-    assert (outcome.engines, outcome.attempts, outcome.lost) == (3, 2, [])
+    assert (outcome.engines, outcome.attempts, outcome.lost) == (3, 3, [])
     assert set(fleet.served().values()) == {2}
 
 
+async def test_an_engine_that_can_t_stage_is_left_out_and_the_others_get_the_update(
+    fleet: Fleet,
+) -> None:
+    fail(fleet, "engine-1", "receive")
+    outcome = await update(fleet)
+    assert (outcome.engines, outcome.attempts) == (2, 2)
+    (lost,) = outcome.lost
+    assert (lost.name, lost.process) == ("engine-1", fleet.engines["engine-1"].process)
+    assert lost.cause == (
+        "engine-1 did not stage: EngineError: engine-1 failed to receive, as it was told to"
+    )
+    assert fleet.served() == {"engine-0": 2, "engine-2": 2}
+    await fleet.replace("engine-1")
+    assert (await update(fleet)).engines == 3
+
+
 async def test_an_engine_that_can_t_undo_its_part_is_left_out(fleet: Fleet) -> None:
-    fail(fleet, "engine-0", "receive")
+    fail_to_send(fleet)
     fail(fleet, "engine-1", "drop")
     outcome = await update(fleet)
     assert (outcome.engines, outcome.attempts) == (2, 2)
     (lost,) = outcome.lost
     assert lost.name == "engine-1"
-    assert lost.process == fleet.engines["engine-1"].process
     assert "engine-1 could not abort an update" in lost.cause
     assert "failed to drop, as it was told to" in lost.cause
     assert fleet.served() == {"engine-0": 2, "engine-2": 2}
@@ -103,18 +132,18 @@ async def test_an_engine_that_fails_the_commit_is_lost_and_the_others_go_on(flee
 
 
 async def test_so_many_failures_in_a_row_are_the_end_and_the_cause_is_told(fleet: Fleet) -> None:
-    fail(fleet, "engine-1", "receive", times=3)
-    with pytest.raises(WeightUpdateError, match="engine-1 failed to receive, as it was told to"):
+    fail_to_send(fleet, times=3)
+    with pytest.raises(WeightUpdateError, match="OSError: no way to send"):
         await update(fleet)
     assert set(fleet.served().values()) == {1}
 
 
 async def test_the_first_error_is_raised_with_what_failed_while_it_was_undone(fleet: Fleet) -> None:
-    fail(fleet, "engine-0", "receive", times=3)
+    fail_to_send(fleet)
     fail(fleet, "engine-1", "drop")
     fail(fleet, "engine-2", "drop")
-    with pytest.raises(WeightUpdateError, match="engine-0 failed to receive") as failed:
-        fleet.updates._limits = msgspec.structs.replace(PATIENT, max_failures=1)
+    fleet.updates._limits = msgspec.structs.replace(fleet.updates._limits, max_failures=1)
+    with pytest.raises(WeightUpdateError, match="no way to send") as failed:
         await update(fleet)
     (note,) = failed.value.__notes__
     assert "engine-1 could not abort an update" in note

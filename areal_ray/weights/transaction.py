@@ -6,8 +6,9 @@
 
 What is decided here, and nowhere else:
 
-- Before the commit, one failure aborts all. An engine that can't undo its part is lost, and the
-  update is tried again with the others, over a new group, up to `max_failures` times in a row.
+- Before the commit, one failure aborts all. An engine that could not stage, or can't undo its part,
+  is lost; the update is tried again with the others, over a new group. So many failures in a row
+  as `max_failures` end it.
 - The commit can't be called back. An engine that fails it is lost; the others serve the new
   version.
 - A lost engine must not serve: it is told of in the outcome until it is `forgotten`, and takes
@@ -201,7 +202,7 @@ class WeightUpdates:
         undo.later(f"calling {sender.group_id} off", lambda: self._call_off(sender))
         # Shielded: its end is awaited once more, when the group is ended.
         sent = self._within(asyncio.shield(sending), "the trainer", "sending weights")
-        staged = []
+        staged: dict[str, Coroutine[object, object, None]] = {}
         rank = 1
         for engine in engines:
             begun.append(engine)
@@ -211,9 +212,15 @@ class WeightUpdates:
                 verify=self._verify,
             )
             staging = engine.stage(msgspec.msgpack.encode(update))
-            staged.append(self._within(staging, engine.name, "staging weights"))
+            staged[engine.name] = self._within(staging, engine.name, "staging weights")
             rank += engine.workers
-        await _all_or_the_cause(staged, sent)
+        failures = await _failures_of(staged, sent)
+        for engine in engines:
+            if engine.name in failures:
+                cause = f"{engine.name} did not stage: {described(failures[engine.name])}"
+                self._lose(engine, cause)
+        if failures:
+            raise next(iter(failures.values()))
         return sending.result()
 
     async def _commit(self, engines: Sequence[Engine], version: WeightVersion) -> list[float]:
@@ -292,21 +299,28 @@ class WeightUpdates:
         return await within(self._limits.timeout_s, call, who=who, doing=limit)
 
 
-async def _all_or_the_cause(
-    staged: Sequence[Coroutine[object, object, None]],
+async def _failures_of(
+    staged: dict[str, Coroutine[object, object, None]],
     sent: Coroutine[object, object, WeightVersion],
-) -> None:
-    """Until all are done, or one has failed. An engine that hangs up breaks the trainer's sending:
-    it is given a moment to say why, and that is then the cause."""
-    calls = [asyncio.ensure_future(call) for call in (*staged, sent)]
+) -> dict[str, BaseException]:
+    """Until all are done, or one has failed: who, and how. An engine that hangs up breaks the
+    trainer's sending: it is given a moment to say why, and is then the first."""
+    calls = {who: asyncio.ensure_future(call) for who, call in staged.items()}
+    sending = asyncio.ensure_future(sent)
+    everybody = {**calls, "": sending}
     try:
-        await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-        if any(call.done() and call.exception() for call in calls):
-            await asyncio.wait(calls[:-1], timeout=GRACE_S, return_when=asyncio.FIRST_EXCEPTION)
+        await asyncio.wait(everybody.values(), return_when=asyncio.FIRST_EXCEPTION)
+        if any(call.done() and call.exception() for call in everybody.values()):
+            await asyncio.wait(calls.values(), timeout=GRACE_S, return_when=asyncio.FIRST_EXCEPTION)
     finally:
-        for call in calls:
+        for call in everybody.values():
             call.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
-    failures = [call.exception() for call in calls if not call.cancelled() and call.exception()]
-    if failures:
-        raise next((one for one in failures if isinstance(one, TrainerLost)), failures[0])
+        await asyncio.gather(*everybody.values(), return_exceptions=True)
+    failures = {
+        who: call.exception()
+        for who, call in everybody.items()
+        if not call.cancelled() and call.exception() is not None
+    }
+    if isinstance(failures.get(""), TrainerLost):
+        return {"": failures[""]}  # whatever the engines say, that is why
+    return failures
