@@ -182,19 +182,16 @@ def test_a_filter_that_lets_nothing_through_ends_the_run(rehearse) -> None:
 
 
 def test_weight_updates_that_keep_failing_end_the_run_with_the_cause(rehearse) -> None:
-    def refuse_to_send(trainer) -> None:
-        async def refused(member: object) -> int:
-            raise OSError("no way to send")
-
-        trainer.send_weights = refused
+    def lose_the_version(trainer) -> None:
+        del trainer._version
 
     async def scenario() -> None:
         async with rehearse(weights={"max_failures": 2}) as rehearsal:
             await rehearsal.step()
-            await rehearsal.crew.trainer.__ray_call__.remote(refuse_to_send)
-            await rehearsal.step()
+            call = rehearsal.crew.trainer.__ray_call__
+            await rehearsal.step(once_trained=lambda: call.remote(lose_the_version))
 
-    with pytest.raises(WeightUpdateError, match="OSError: no way to send"):
+    with pytest.raises(WeightUpdateError, match="AttributeError: .* no attribute '_version'"):
         run(scenario())
 
 
