@@ -11,6 +11,7 @@ import os
 import socket
 import time
 import traceback
+from abc import ABC, abstractmethod
 from datetime import timedelta
 from typing import Protocol
 
@@ -84,7 +85,7 @@ def hang_up(group: Transport, error: BaseException) -> None:
     group.close()
 
 
-class _ProcessGroup:
+class _ProcessGroup(ABC):
     def __init__(self, member: GroupMember, store: dist.Store | None) -> None:
         self.member = member
         timeout = timedelta(seconds=member.timeout_s)
@@ -95,8 +96,8 @@ class _ProcessGroup:
         _wait_for_all(prefixed, member)
         self._group: dist.ProcessGroup | None = self._make(prefixed, timeout)
 
-    def _make(self, store: dist.Store, timeout: timedelta) -> dist.ProcessGroup:
-        raise NotImplementedError
+    @abstractmethod
+    def _make(self, store: dist.Store, timeout: timedelta) -> dist.ProcessGroup: ...
 
     def broadcast(self, buffer: torch.Tensor) -> dist.Work:
         options = dist.BroadcastOptions()
@@ -113,8 +114,8 @@ class _ProcessGroup:
     def close(self) -> None:
         self._group = None
 
-    def interrupt(self) -> None:
-        pass
+    @abstractmethod
+    def interrupt(self) -> None: ...
 
     @property
     def _open(self) -> dist.ProcessGroup:
@@ -132,6 +133,9 @@ class GlooTransport(_ProcessGroup):
         options._timeout = timeout
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.member.address)]
         return dist.ProcessGroupGloo(store, self.member.rank, self.member.world_size, options)
+
+    def interrupt(self) -> None:
+        pass
 
 
 class NcclTransport(_ProcessGroup):
