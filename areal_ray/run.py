@@ -158,9 +158,8 @@ class Run:
         model_path = await asyncio.to_thread(self._make_model, files.base_model)
         cluster = await asyncio.shield(connecting)
         config = resolve(self._config, device=cluster.device)
-        check(
-            config, held_out_given=bool(self._held_out)
-        )  # once more, now that the device is known
+        # Once more, now that the device is known.
+        check(config, held_out_given=bool(self._held_out))
         await asyncio.to_thread(files.save_config, config)
         seats = await reserve(plan(config, device=cluster.device))
         ending.push_async_callback(asyncio.to_thread, seats.release)

@@ -7,11 +7,12 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
 from areal_ray.errors import EngineError, TrainerLost, WeightUpdateError
+from areal_ray.generation.faults import Step
 from areal_ray.generation.simulated import SimulatedEngine, SimulatedSpec
 from areal_ray.types import WeightVersion
 from areal_ray.weights.receiver import StagingReceiver
@@ -212,9 +213,7 @@ class TrappedEngine:
         )
         held = self.engine.weights
         held.receiver = StagingReceiver(torch.device("cpu"), held._make_staging, join=self._join)
-        for step in ("receive", "pause", "release_kv", "swap", "stamp"):
-            self._trap_step(step)
-        for step in ("drop", "restore_kv", "resume"):
+        for step in get_args(Step):
             self._trap_step(step)
 
     def _trap_step(self, step: str) -> None:

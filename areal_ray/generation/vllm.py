@@ -29,6 +29,7 @@ from areal_ray.types import (
     Sampling,
     WeightVersion,
 )
+from areal_ray.weights.update import DTYPE_BYTES, STAGING_KEY
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 GIB = 2**30
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 LIVENESS_POLL_S = 0.1
 RESTORE_TIMEOUT_S = 10.0
@@ -308,7 +308,7 @@ def _start_llm(spec: EngineSpec) -> AsyncLLM:
         enable_prefix_caching=True,
         disable_log_stats=True,
         weight_transfer_config=WeightTransferConfig(backend="areal_ray"),
-        additional_config={"areal_ray_staging": spec.staging},
+        additional_config={STAGING_KEY: spec.staging},
         enable_sleep_mode=spec.release_kv_cache,
         worker_extension_cls="areal_ray.weights.vllm_backend.WorkerExtension",
         gpu_memory_utilization=spec.gpu_memory,

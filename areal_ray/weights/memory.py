@@ -6,8 +6,8 @@ import math
 from pathlib import Path
 
 from areal_ray.config import Config
+from areal_ray.weights.update import DTYPE_BYTES
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 

@@ -2,11 +2,10 @@
 
 On a CPU, parameters that are sent as they are (whole, in the right dtype) are moved once, to lie
 in memory as they lie in the stream: then a bucket is a slice of it, and nothing is packed, which
-there would cost as much again as a third of the transfer. Others are
-converted into buckets, the next while the last is on its way; a sharded one (FSDP2) is gathered
-when its first bucket is packed and let go after its last, never the whole model at once. Gathering
-is a collective of the trainer's ranks, so the others `gather_along`. All methods block: call them
-off the event loop.
+there takes a third of the transfer's time again. Others are converted into buckets, the next while
+the last is on its way; a sharded one (FSDP2) is gathered when its first bucket is packed and let go
+after its last, never the whole model at once. Gathering is a collective of the trainer's ranks, so
+the others `gather_along`. All methods block: call them off the event loop.
 """
 
 from __future__ import annotations

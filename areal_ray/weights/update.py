@@ -12,6 +12,11 @@ Backend = Literal["gloo", "nccl"]
 StagingMode = Literal["device", "host", "none"]
 KvAfterUpdate = Literal["keep", "recompute"]
 
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+STAGING_KEY = "areal_ray_staging"
+"""In vLLM's `additional_config`, which is for such things: the staging mode."""
+
 
 class GroupMember(msgspec.Struct, frozen=True):
     """All that one process needs to join a group."""

@@ -28,15 +28,13 @@ from areal_ray.errors import TornWeights
 from areal_ray.lifeline import die_with_owner
 from areal_ray.weights.receiver import StagingReceiver
 from areal_ray.weights.staging import staging_for
-from areal_ray.weights.update import WeightUpdate
+from areal_ray.weights.update import STAGING_KEY, WeightUpdate
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.weight_transfer import WeightTransferConfig
 
 BACKEND_NAME = "areal_ray"
-STAGING_KEY = "areal_ray_staging"
-"""In vLLM's `additional_config`, which is for such things: where received weights wait."""
 
 
 @dataclass
