@@ -1,6 +1,7 @@
 """A trainer's side of the queue: batches on loan, over a restart of the queue if need be.
 
-    batch = await batches.next(version)
+    await batches.take(version)
+    batch = batches.taken
     ...                                     learn from batch.groups
     await batches.done(batch)               or `give_back`, if it was not learnt from
 
@@ -13,6 +14,7 @@ controller has been told what was trained on: until then a batch that is done co
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +31,9 @@ from areal_ray.types import TrajectoryGroup, WeightVersion
 class Batch:
     groups: list[TrajectoryGroup]
     lease: Lease
+    version: WeightVersion
+    """That it was fresh enough for."""
+    waited_s: float
 
     @property
     def group_ids(self) -> list[int]:
@@ -43,9 +48,20 @@ class Batches:
         self._holder = holder
         self._incarnation = ""
         self._in_hand: Batch | None = None
+        self._taken: Batch | None = None
 
-    async def next(self, version: WeightVersion) -> Batch:
-        """The next batch that is fresh enough at this version. Waits for it."""
+    async def take(self, version: WeightVersion) -> None:
+        """Wait for a batch that is fresh enough at this version, unless there is one already."""
+        if self._taken is None:
+            self._taken = await self._next(version)
+
+    @property
+    def taken(self) -> Batch:
+        assert self._taken is not None, "take a batch first"
+        return self._taken
+
+    async def _next(self, version: WeightVersion) -> Batch:
+        began = time.perf_counter()
         self._in_hand = None
         while True:
             try:
@@ -55,17 +71,18 @@ class Batches:
                 continue
             groups = await self._read(lease)
             if groups is not None and self._incarnation in ("", lease.incarnation):
-                self._in_hand = Batch(groups, lease)
+                self._in_hand = Batch(groups, lease, version, time.perf_counter() - began)
                 return self._in_hand
 
     async def done(self, batch: Batch) -> None:
         """It was learnt from."""
+        self._taken = None
         lease = batch.lease
         await self._tell(lambda: self._queue.acknowledge.remote(lease.incarnation, lease.lease_id))
 
     async def give_back(self, batch: Batch) -> None:
         """It was not: its groups go first the next time."""
-        self._in_hand = None
+        self._in_hand = self._taken = None
         await self._release(batch.lease, lost=[])
 
     def queue_restarted(self, incarnation: str) -> list[int]:

@@ -15,10 +15,12 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError
 
+from areal_ray.actors.calls import end_process
 from areal_ray.errors import TrainerLost, described
 from areal_ray.observability.loop_health import LoopHealth, LoopReport
 from areal_ray.types import WeightVersion
-from areal_ray.weights.transaction import Limits, Outcome, WeightUpdates
+from areal_ray.weights.transaction import Limits, LostEngine, Outcome, WeightUpdates
+from areal_ray.weights.turns import Turns
 from areal_ray.weights.update import Backend, GroupMember, SendingPlan
 
 T = TypeVar("T")
@@ -41,12 +43,23 @@ class EngineMember:
     async def discard(self) -> str:
         return await self.handle.discard_weights.remote()
 
+    async def rest(self) -> None:
+        await self.handle.rest.remote()
+
+    async def wake(self) -> None:
+        await self.handle.wake.remote()
+
+    async def end(self) -> None:
+        await end_process(self.handle, may_restart=True)
+
 
 class ManagerSpec(msgspec.Struct, frozen=True):
     backend: Backend
     bucket_bytes: int
     verify: bool
     limits: Limits
+    start_timeout_s: float
+    """For an engine to start and get its weights, where it shares devices with the trainer."""
 
 
 class UpdateReport(msgspec.Struct, frozen=True):
@@ -57,11 +70,19 @@ class UpdateReport(msgspec.Struct, frozen=True):
 @ray.remote(max_concurrency=64)
 class CheckpointEngineManager:
     def __init__(self, trainer: ActorHandle, spec: ManagerSpec) -> None:
+        sender = _Trainer(trainer, spec)
         self._updates = WeightUpdates(
-            _Trainer(trainer, spec),
+            sender,
             backend=spec.backend,
             verify=spec.verify,
             limits=spec.limits,
+        )
+        self._turns = Turns(
+            self._updates,
+            sender,
+            timeout_s=spec.limits.timeout_s,
+            busy_timeout_s=spec.limits.busy_timeout_s,
+            start_timeout_s=spec.start_timeout_s,
         )
         self._loop_health = LoopHealth(who="the checkpoint engine manager")
         self._loop_health.start()
@@ -69,10 +90,24 @@ class CheckpointEngineManager:
     async def sync(self, engine: EngineMember) -> None:
         """Give one engine the trainer's weights; from then on it takes part in every update."""
         await self._updates.sync(engine)
+        self._turns.has_started(engine.name)
 
     async def forget(self, name: str) -> None:
         """It takes part no more: it is lost, or has left."""
         self._updates.forget(name)
+        self._turns.has_started(name)
+
+    async def may_start(self, name: str) -> None:
+        """Returns when an engine may take the devices that it shares with the trainer."""
+        await self._turns.may_start(name)
+
+    async def begin_trainers_turn(self) -> list[LostEngine]:
+        """All engines rest, and the trainer is on the devices that they share."""
+        return await self._turns.begin()
+
+    async def end_trainers_turn(self) -> list[LostEngine]:
+        """The trainer has left the devices, and all engines are awake."""
+        return await self._turns.end()
 
     async def update_weights(self, version: WeightVersion) -> UpdateReport:
         """Carry the trainer's weights, which are of this version, to every engine that is there."""
@@ -95,6 +130,12 @@ class _Trainer:
 
     async def send(self, member: GroupMember) -> WeightVersion:
         return await self._unless_dead(self._handle.send_weights.remote(member))
+
+    async def move_in(self) -> None:
+        await self._unless_dead(self._handle.move_in.remote())
+
+    async def move_out(self) -> None:
+        await self._unless_dead(self._handle.move_out.remote())
 
     async def call_off(self, group_id: str) -> None:
         await self._unless_dead(self._handle.call_off_sending.remote(group_id))

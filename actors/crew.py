@@ -8,13 +8,15 @@ the queue is reopened by it, and the controller itself is attached again from he
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import ray
-from ray.actor import ActorHandle
+from ray.actor import ActorHandle, ActorMethod
 
 from areal_ray import logs
 from areal_ray.actors.calls import ASK_TIMEOUT_S, ON_ITS_WAY_BACK, until_back
@@ -34,13 +36,16 @@ from areal_ray.actors.generation import GenerationActor
 from areal_ray.actors.rehearsal import PacedTrainer, Rehearsal
 from areal_ray.actors.rollout_controller import Evaluation, RolloutController, RolloutStatus
 from areal_ray.actors.rollout_worker import RolloutWorker
-from areal_ray.actors.trainer import TrainerActor
+from areal_ray.actors.trainer import TrainerActor, TrainReport
 from areal_ray.actors.trajectory_queue import QueueStatus, TrajectoryQueue
 from areal_ray.config import Config
 from areal_ray.deadlines import within
 from areal_ray.errors import PlacementError
 from areal_ray.placement import Reservation, Slot, engine_plan, reserve
+from areal_ray.restoring import Undo
 from areal_ray.types import Prompt, WeightVersion
+
+T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 20.0
 MAX_CONTROL_RESTARTS = 16
@@ -149,6 +154,39 @@ class Crew:
             lambda: self.controller.commit_version.remote(version, report.outcome.lost)
         )
         return report
+
+    async def train_step(self, step: int, version: WeightVersion) -> TrainReport:
+        """Wait for a batch that is fresh enough at this version, and learn from it: while the
+        engines go on or, where they share devices with the trainer, while they rest."""
+        await self._ask_trainer(
+            self.trainer.take_batch.remote(version), f"waiting for the batch of step {step}"
+        )
+        async with self._trainers_turn():
+            return await self._ask_trainer(self.trainer.train_step.remote(step), f"step {step}")
+
+    @contextlib.asynccontextmanager
+    async def _trainers_turn(self) -> AsyncIterator[None]:
+        """The devices are the trainer's; afterwards, whatever happened, the engines'."""
+        if not self._config.generation.colocated:
+            yield
+            return
+        async with Undo(timeout_s=update_timeout_s(self._config)) as undo:
+            undo.later(
+                "the end of the trainer's turn",
+                lambda: self._change_turns(self.manager.end_trainers_turn),
+            )
+            await self._change_turns(self.manager.begin_trainers_turn)
+            yield
+
+    async def _change_turns(self, call: ActorMethod) -> None:
+        lost = await within(
+            update_timeout_s(self._config),
+            call.remote(),
+            who="the checkpoint engine manager",
+            doing="changing turns between trainer and engines",
+        )
+        if lost:
+            await self._ask_controller(lambda: self.controller.engines_lost.remote(lost))
 
     async def resize(self, engines: int) -> None:
         """Grow or shrink the pool to so many engines, while it works: a new one takes work once
@@ -300,7 +338,8 @@ class Crew:
         await self._ask_controller(tell, timeout_s=self._config.generation.startup_timeout_s)
 
     async def _start(self, say: Callable[[str], None]) -> None:
-        await self._start_trainer(say)
+        async with self._trainers_turn():
+            await self._start_trainer(say)
         self._has_started = True
         await self._ask_controller(self.controller.start.remote)
         await self._ask_controller(
@@ -313,19 +352,37 @@ class Crew:
         warmup = self._config.warmup
         await within(
             self._config.generation.startup_timeout_s,
-            self.trainer.start.remote(),
+            self.trainer.start.remote(await self._shared_gpus()),
             who="the trainer",
             doing="start",
         )
         say("the trainer is up")
         if warmup.steps:
-            loss = await within(
-                self._config.trainer.step_timeout_s,
+            loss = await self._ask_trainer(
                 self.trainer.warm_up.remote(self._task.demonstrations, warmup),
-                who="the trainer",
-                doing="the supervised warm-up (trainer.step_timeout_s)",
+                "the supervised warm-up",
             )
             say(f"{warmup.steps} supervised steps done, loss {loss:.3f}")
+
+    async def _shared_gpus(self) -> list[str] | None:
+        """None if the trainer has its own."""
+        generation = self._config.generation
+        if not generation.colocated or self._config.device == "cpu":
+            return None
+        return await within(
+            generation.startup_timeout_s,
+            self.engines[engine_name(0)].gpus.remote(),
+            who=engine_name(0),
+            doing="telling its GPUs",
+        )
+
+    async def _ask_trainer(self, call: Awaitable[T], doing: str) -> T:
+        return await within(
+            self._config.trainer.step_timeout_s,
+            call,
+            who="the trainer",
+            doing=f"{doing} (trainer.step_timeout_s)",
+        )
 
     async def _ask_controller(
         self, call: Callable[[], Awaitable[object]], *, timeout_s: float = ASK_TIMEOUT_S

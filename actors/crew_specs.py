@@ -58,6 +58,7 @@ def engine_spec(config: Config, index: int, model_path: str) -> EngineSpec:
         staging=config.weights.staging,
         kv_after_update=config.weights.kv_after_update,
         release_kv_cache=config.weights.release_kv_cache,
+        colocated=generation.colocated,
     )
 
 
@@ -109,7 +110,8 @@ def trainer_spec(config: Config, model_path: str) -> TrainerSpec:
 def manager_spec(config: Config) -> ManagerSpec:
     weights = config.weights
     return ManagerSpec(
-        backend="nccl" if config.device == "cuda" else "gloo",
+        # NCCL takes no two members on one GPU; and a colocated trainer sends from host memory.
+        backend="nccl" if config.device == "cuda" and not config.generation.colocated else "gloo",
         bucket_bytes=int(weights.bucket_mib * 2**20),
         verify=weights.verify,
         limits=Limits(
@@ -118,15 +120,16 @@ def manager_spec(config: Config) -> ManagerSpec:
             restore_timeout_s=RESTORE_TIMEOUT_S,
             max_failures=weights.max_failures,
         ),
+        start_timeout_s=config.generation.startup_timeout_s + weights.timeout_s,
     )
 
 
 def update_timeout_s(config: Config) -> float:
-    """All that an update may take: every attempt to its limit with all it undoes, the commit; and
-    a sync of every engine before it."""
+    """All that an update may take: every attempt to its limit with all it undoes, the search for
+    engines that can't receive, the commit; and a sync of every engine before it."""
     weights = config.weights
     attempt_s = config.trainer.step_timeout_s + weights.timeout_s + 6 * RESTORE_TIMEOUT_S
-    attempts = weights.max_failures + config.generation.engines
+    attempts = weights.max_failures + 3 * config.generation.engines
     return attempts * (attempt_s + weights.timeout_s)
 
 
@@ -162,6 +165,7 @@ def controller_spec(config: Config, run_dir: Path) -> ControllerSpec:
         seed=config.seed,
         journal=str(run_dir / "rollout.journal"),
         tensor_parallel=config.generation.tensor_parallel,
+        is_colocated=config.generation.colocated,
         startup_timeout_s=config.generation.startup_timeout_s,
         sync_timeout_s=update_timeout_s(config),
         engine_care=_engine_care(config),

@@ -70,6 +70,16 @@ class GenerationActor:
     async def discard_weights(self) -> str:
         return await self._named(self._engine.discard_weights())
 
+    async def rest(self) -> None:
+        await self._named(self._engine.rest())
+
+    async def wake(self) -> None:
+        await self._named(self._engine.wake())
+
+    async def gpus(self) -> list[str]:
+        """Those that it was given."""
+        return [str(gpu) for gpu in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
+
     async def until_death(self) -> None:
         """Never returns: the call ends with the process, and so tells when that is gone."""
         await asyncio.Event().wait()

@@ -26,11 +26,17 @@ class EngineKeeper:
     """Who gives an engine its weights."""
 
     def __init__(
-        self, *, tensor_parallel: int, startup_timeout_s: float, sync_timeout_s: float
+        self,
+        *,
+        tensor_parallel: int,
+        startup_timeout_s: float,
+        sync_timeout_s: float,
+        is_colocated: bool,
     ) -> None:
         self._tensor_parallel = tensor_parallel
         self._startup_timeout_s = startup_timeout_s
         self._sync_timeout_s = sync_timeout_s
+        self._is_colocated = is_colocated
         self._started: dict[str, Started] = {}
         self.weights_are_there = asyncio.Event()
         """The trainer has weights to give. Until then engines wait before they are synced."""
@@ -41,6 +47,13 @@ class EngineKeeper:
 
     async def bring_up(self, name: str, handle: ActorHandle) -> None:
         await _until_there(name, handle)
+        if self._is_colocated:
+            await within(
+                self._sync_timeout_s,
+                self.manager.may_start.remote(name),
+                who="the trainer",
+                doing=f"making room for {name} (trainer.step_timeout_s)",
+            )
         self._started[name] = await within(
             self._startup_timeout_s,
             handle.start.remote(),

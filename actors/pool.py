@@ -14,20 +14,17 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
-import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from areal_ray import logs
+from areal_ray.actors.calls import end_process
 from areal_ray.changes import Changes
-from areal_ray.deadlines import within
 from areal_ray.errors import DeadlineExceeded, PoolError, described
 from areal_ray.fleet import Fleet, MemberStatus
 from areal_ray.observability.loop_health import LoopReport
 from areal_ray.routing import Balancer
 from areal_ray.tasks import TaskRunner
-
-KILL_TIMEOUT_S = 60.0
 
 
 class Keeper(Protocol):
@@ -215,15 +212,10 @@ class ActorPool:
         self._changed.notify()
 
     async def _kill(self, name: str, handle: ActorHandle) -> None:
-        """Returns when the process is gone: one that lingers would take the next call to it."""
-        death = handle.until_death.remote()
-        await asyncio.to_thread(ray.kill, handle, no_restart=self._fleet.is_given_up(name))
         try:
-            await within(KILL_TIMEOUT_S, death, who=name, doing="dying")
-        except (ActorUnavailableError, ActorDiedError):
-            pass
+            await end_process(handle, may_restart=not self._fleet.is_given_up(name))
         except DeadlineExceeded as error:
-            logs.warning("{}", error)
+            logs.warning("{}: {}", name, error)
 
     def _end_if_too_few(self) -> None:
         left = len(self._fleet.hopeful())

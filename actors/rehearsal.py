@@ -45,11 +45,20 @@ class PacedTrainer:
         self._loop_health = LoopHealth(who="the paced trainer")
         self._loop_health.start()
 
-    async def start(self) -> None:
+    async def start(self, gpus: list[str] | None) -> None:
         pass
 
-    async def train_step(self, step: int, version: WeightVersion) -> PacedReport:
-        batch = await self._batches.next(version)
+    async def move_in(self) -> None:
+        pass
+
+    async def move_out(self) -> None:
+        pass
+
+    async def take_batch(self, version: WeightVersion) -> None:
+        await self._batches.take(version)
+
+    async def train_step(self, step: int) -> PacedReport:
+        batch = self._batches.taken
         await asyncio.sleep(self._step_s)
         self._version = step
         await self._batches.done(batch)

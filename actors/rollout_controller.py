@@ -62,6 +62,7 @@ class ControllerSpec(msgspec.Struct, frozen=True):
     seed: int
     journal: str
     tensor_parallel: int
+    is_colocated: bool
     startup_timeout_s: float
     sync_timeout_s: float
     engine_care: Care
@@ -96,6 +97,7 @@ class RolloutController:
         self._tickets: dict[int, Ticket] = {}
         self._engine_keeper = EngineKeeper(
             tensor_parallel=spec.tensor_parallel,
+            is_colocated=spec.is_colocated,
             startup_timeout_s=spec.startup_timeout_s,
             sync_timeout_s=spec.sync_timeout_s,
         )
@@ -195,11 +197,15 @@ class RolloutController:
         """All engines but the `lost` ones serve `version` from now on."""
         if version > self._book.counts.version:
             self._book.commit(version)
+        await self.engines_lost(lost)
+        await self._bookkeeper.write()
+        self._changed.notify()
+
+    async def engines_lost(self, lost: Sequence[LostEngine]) -> None:
+        """These must not serve as they are, unless they are others by now."""
         for one in lost:
             if self._engine_keeper.is_process_of(one.name, one.process):
                 self._engines.condemn(one.name, one.cause)
-        await self._bookkeeper.write()
-        self._changed.notify()
 
     async def trained(self, group_ids: Sequence[int]) -> None:
         """These groups can't expire any more: their prompts need not be kept."""

@@ -7,7 +7,7 @@ thread of its own, all writing in another.
 from __future__ import annotations
 
 import asyncio
-import time
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +18,7 @@ import numpy as np
 import ray
 from ray.actor import ActorHandle
 
-from areal_ray.actors.batches import Batches
+from areal_ray.actors.batches import Batch, Batches
 from areal_ray.config import WarmupConfig
 from areal_ray.observability.jsonl import JsonlWriter
 from areal_ray.observability.loop_health import LoopHealth, LoopReport
@@ -80,7 +80,11 @@ class TrainerActor:
         self._loop_health = LoopHealth(who="the trainer")
         self._loop_health.start()
 
-    async def start(self) -> None:
+    async def start(self, gpus: list[str] | None) -> None:
+        """`gpus`: those to use, where they belong to an engine that the trainer shares them with;
+        otherwise it has its own."""
+        if gpus is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         self._trainer = await self._in_thread(self._new_trainer)
         self._rollouts = await asyncio.to_thread(
             JsonlWriter, self._run_dir / "rollouts.jsonl", _rollout_records
@@ -93,17 +97,27 @@ class TrainerActor:
             lambda: trainer.warm_up(prompts, steps=warmup.steps, batch=warmup.batch, lr=warmup.lr)
         )
 
-    async def train_step(self, step: int, version: WeightVersion) -> TrainReport:
-        """Take a batch, learn from it, let it go."""
-        began = time.perf_counter()
-        batch = await self._batches.next(version)
-        waited_s = time.perf_counter() - began
+    async def move_in(self) -> None:
+        """To the devices that it shares with engines. They have made room."""
+        if self._trainer is not None:
+            await self._in_thread(self._trainer.residence.move_in)
+
+    async def move_out(self) -> None:
+        """To host memory. Comes when a step that is being computed is done."""
+        if self._trainer is not None:
+            await self._in_thread(self._trainer.residence.move_out)
+
+    async def take_batch(self, version: WeightVersion) -> None:
+        """Wait for the batch that the next step learns from."""
+        await self._batches.take(version)
+
+    async def train_step(self, step: int) -> TrainReport:
+        """Learn from the batch that was taken, and let it go."""
+        batch = self._batches.taken
         try:
             loop = self._loop_health.report()
             report = await self._in_thread(
-                lambda: _report(
-                    step, version, batch.groups, waited_s, self._train(batch.groups, step), loop
-                )
+                lambda: _report(step, batch, self._train(batch.groups, step), loop)
             )
         except BaseException:
             await self._batches.give_back(batch)
@@ -189,25 +203,18 @@ class TrainerActor:
         return await asyncio.get_running_loop().run_in_executor(self._compute, work)
 
 
-def _report(
-    step: int,
-    version: WeightVersion,
-    groups: Sequence[TrajectoryGroup],
-    waited_s: float,
-    metrics: StepMetrics,
-    loop: LoopReport,
-) -> TrainReport:
-    trajectories = [t for group in groups for t in group.trajectories]
-    staleness = version - np.concatenate([t.versions[t.response_mask] for t in trajectories])
+def _report(step: int, batch: Batch, metrics: StepMetrics, loop: LoopReport) -> TrainReport:
+    trajectories = [t for group in batch.groups for t in group.trajectories]
+    staleness = batch.version - np.concatenate([t.versions[t.response_mask] for t in trajectories])
     return TrainReport(
         step=step,
         mean_reward=float(np.mean([t.reward for t in trajectories])),
         mean_response_tokens=float(np.mean([len(t.response_ids) for t in trajectories])),
         mean_staleness=float(staleness.mean()),
         max_staleness=int(staleness.max()),
-        waited_s=waited_s,
+        waited_s=batch.waited_s,
         metrics=metrics,
-        group_ids=[group.group_id for group in groups],
+        group_ids=batch.group_ids,
         loop=loop,
     )
 

@@ -79,6 +79,9 @@ class GenerationConfig(Section):
     """Bring a lost engine back. Off, each loss is for good."""
     tensor_parallel: Count = 1
     """GPUs per engine."""
+    colocated: bool = False
+    """Trainer and engines share devices and take turns: engines sleep, their requests kept, while
+    the trainer computes, and it waits in host memory while they generate."""
     max_new_tokens: Count = 512
     temperature: NotNegative = 1.0
     kv_cache_gib: Positive | None = None
@@ -266,6 +269,11 @@ def _problems(config: Config, has_held_out: bool) -> Iterator[str]:
         yield "weights.kv_after_update: `keep` can't be had with `weights.release_kv_cache`"
     if weights.release_kv_cache and config.device == "cpu":
         yield "weights.release_kv_cache: needs GPUs; on CPUs vLLM can't release its KV cache"
+    if generation.colocated and weights.staging == "device":
+        yield (
+            "generation.colocated: needs `weights.staging: host` or `none`: a copy of the weights "
+            "on the device would take the memory that the trainer needs"
+        )
     if config.device == "cpu" and config.generation.tensor_parallel > 1:
         yield (
             "generation.tensor_parallel: expected 1 with `device: cpu`, got "

@@ -1,6 +1,6 @@
 """The training of one run: the short loop over awaited actors, and what it writes down.
 
-    report = await trainer.train_step(...)      learn from the next batch
+    report = await crew.train_step(...)         learn from the next batch
     await evaluation                            if one of this version is under way
     update = await crew.update_weights(...)     and the engines serve the next version
 
@@ -100,12 +100,7 @@ class Session:
         while self.steps < config.steps:
             step = self.steps + 1
             try:
-                report = await within(
-                    config.trainer.step_timeout_s,
-                    crew.trainer.train_step.remote(step, self.steps),
-                    who="the trainer",
-                    doing=f"step {step} (trainer.step_timeout_s)",
-                )
+                report = await crew.train_step(step, self.steps)
             except QueueClosed:
                 return "stopped"
             # An evaluation is of one version: the next weights wait for it, the trainer did not.

@@ -158,7 +158,7 @@ class Learning:
 
     async def step(self) -> None:
         crew, step = self._crew, self.version + 1
-        report = await crew.trainer.train_step.remote(step, self.version)
+        report = await crew.train_step(step, self.version)
         await crew.update_weights(step)
         self.version = step
         await crew.trained(report.group_ids)

@@ -1,7 +1,7 @@
 """From a config to bundles, and from bundles to a reserved part of the cluster."""
 
 from areal_ray.placement.cluster import Cluster, connect
-from areal_ray.placement.plan import Bundle, PlacementPlan, engine_plan, plan
+from areal_ray.placement.plan import Bundle, PlacementPlan, Seat, engine_plan, plan
 from areal_ray.placement.reservation import Reservation, Slot, reserve
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "Cluster",
     "PlacementPlan",
     "Reservation",
+    "Seat",
     "Slot",
     "connect",
     "engine_plan",

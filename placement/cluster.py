@@ -107,7 +107,7 @@ def _refuse_if_too_small(needed: PlacementPlan) -> None:
         if there.get(name, 0) < amount:
             raise PlacementError(
                 f"the run needs {amount:g} {name}s (one trainer, "
-                f"{len(needed.indices('engine'))} engines), the cluster has {there.get(name, 0):g}"
+                f"{len(needed.seats('engine'))} engines), the cluster has {there.get(name, 0):g}"
             )
 
 

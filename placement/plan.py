@@ -1,7 +1,9 @@
-"""What a run needs, as bundles: one for the trainer, one for each engine. Pure arithmetic.
+"""What a run needs, as bundles of seats: an actor takes one seat. Pure arithmetic.
 
-On CPUs an engine asks for half a core, since engines and trainer share what there is; the
-control plane (controller, queue, workers, manager) computes little and asks for nothing.
+Trainer and engines have a bundle each, or, colocated, the trainer sits in the first engine's and
+uses its GPUs (one actor alone is given them by Ray; the other is told which they are). On CPUs an
+engine asks for half a core, since engines and trainer share what there is; the control plane
+(controller, queue, workers, manager) computes little and asks for nothing.
 """
 
 from __future__ import annotations
@@ -13,12 +15,27 @@ import msgspec
 from areal_ray.config import Config
 
 Role = Literal["trainer", "engine"]
+Device = Literal["cpu", "cuda"]
 
 
-class Bundle(msgspec.Struct, frozen=True):
+class Seat(msgspec.Struct, frozen=True):
     role: Role
     cpus: float
     gpus: int = 0
+
+
+class Bundle(msgspec.Struct, frozen=True):
+    """Seats on one node."""
+
+    seats: tuple[Seat, ...]
+
+    @property
+    def cpus(self) -> float:
+        return sum(seat.cpus for seat in self.seats)
+
+    @property
+    def gpus(self) -> int:
+        return sum(seat.gpus for seat in self.seats)
 
     @property
     def resources(self) -> dict[str, float]:
@@ -36,20 +53,30 @@ class PlacementPlan(msgspec.Struct, frozen=True):
     def gpus(self) -> int:
         return sum(bundle.gpus for bundle in self.bundles)
 
-    def indices(self, role: Role) -> list[int]:
-        return [index for index, bundle in enumerate(self.bundles) if bundle.role == role]
+    def seats(self, role: Role) -> list[tuple[int, Seat]]:
+        """Each with the number of its bundle."""
+        return [
+            (index, seat)
+            for index, bundle in enumerate(self.bundles)
+            for seat in bundle.seats
+            if seat.role == role
+        ]
 
 
-def plan(config: Config, *, device: Literal["cpu", "cuda"]) -> PlacementPlan:
-    trainer = Bundle(role="trainer", cpus=1, gpus=1 if device == "cuda" else 0)
+def plan(config: Config, *, device: Device) -> PlacementPlan:
     engines = engine_plan(config, device=device).bundles * config.generation.engines
-    return PlacementPlan(bundles=(trainer, *engines))
+    if config.generation.colocated:
+        trainer = Seat(role="trainer", cpus=1)
+        shared = Bundle(seats=(*engines[0].seats, trainer))
+        return PlacementPlan(bundles=(shared, *engines[1:]))
+    trainer = Seat(role="trainer", cpus=1, gpus=1 if device == "cuda" else 0)
+    return PlacementPlan(bundles=(Bundle(seats=(trainer,)), *engines))
 
 
-def engine_plan(config: Config, *, device: Literal["cpu", "cuda"]) -> PlacementPlan:
+def engine_plan(config: Config, *, device: Device) -> PlacementPlan:
     """One engine alone: what a pool needs to grow by one."""
     if device == "cuda":
-        engine = Bundle(role="engine", cpus=1, gpus=config.generation.tensor_parallel)
+        engine = Seat(role="engine", cpus=1, gpus=config.generation.tensor_parallel)
     else:
-        engine = Bundle(role="engine", cpus=0.5)
-    return PlacementPlan(bundles=(engine,))
+        engine = Seat(role="engine", cpus=0.5)
+    return PlacementPlan(bundles=(Bundle(seats=(engine,)),))

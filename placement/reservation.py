@@ -32,13 +32,13 @@ class Reservation:
     def slots(self, role: Role) -> list[Slot]:
         return [
             Slot(
-                num_cpus=self._plan.bundles[index].cpus,
-                num_gpus=self._plan.bundles[index].gpus,
+                num_cpus=seat.cpus,
+                num_gpus=seat.gpus,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     self._group, placement_group_bundle_index=index
                 ),
             )
-            for index in self._plan.indices(role)
+            for index, seat in self._plan.seats(role)
         ]
 
     def release(self) -> None:

@@ -149,7 +149,7 @@ class RehearsedCrew:
         }
 
     async def _step(self, once_trained: Callable[[], Awaitable[None]]) -> PacedReport:
-        report = await self.crew.trainer.train_step.remote(self.version + 1, self.version)
+        report = await self.crew.train_step(self.version + 1, self.version)
         self.version += 1
         self.trained += report.group_ids
         await once_trained()

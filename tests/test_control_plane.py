@@ -85,11 +85,54 @@ def test_groups_that_grew_too_old_are_rolled_out_again(rehearse) -> None:
             await rehearsal.until(lambda c: c.accepted == 8, "8 groups")
             await rehearsal.set_engine_version(5)
             # All eight were made by version 0: more than one version behind version 5.
-            batch = rehearsal.crew.trainer.train_step.remote(6, 5)
+            batch = rehearsal.crew.train_step(6, 5)
             report = await within(20, batch, who="the queue", doing="a fresh batch")
             assert report.oldest_version == 5
             assert min(report.group_ids) >= 8
             await rehearsal.until(lambda c: c.expired == 8 and c.accepted == 8, "expiry")
+
+    run(scenario())
+
+
+COLOCATED = {"generation": {"engines": 2, "colocated": True}, "weights": {"staging": "host"}}
+
+
+def test_engines_that_share_devices_with_the_trainer_rest_while_it_trains(rehearse) -> None:
+    def is_asleep(actor) -> bool:
+        return actor._engine.weights.is_asleep
+
+    async def asleep(rehearsal: RehearsedCrew) -> list[bool]:
+        engines = rehearsal.crew.engines.values()
+        return await asyncio.gather(*(one.__ray_call__.remote(is_asleep) for one in engines))
+
+    async def scenario() -> None:
+        async with rehearse(step_s=0.5, **COLOCATED) as rehearsal:
+            assert await asleep(rehearsal) == [False, False]
+            stepping = asyncio.ensure_future(rehearsal.step())
+            while await asleep(rehearsal) != [True, True]:
+                assert not stepping.done()
+            await stepping
+            assert await asleep(rehearsal) == [False, False]
+            await rehearsal.steps(2)
+            await rehearsal.check_that_all_is_well()
+
+    run(scenario())
+
+
+def test_engines_wake_from_a_step_that_was_given_up_and_one_that_died_comes_back(rehearse) -> None:
+    """Its memory is the trainer's until the turn ends: only then is it started again."""
+
+    async def scenario() -> None:
+        async with rehearse(step_s=1.0, **COLOCATED) as rehearsal:
+            engine = rehearsal.crew.engines["engine-1"]
+            stepping = asyncio.ensure_future(rehearsal.crew.train_step(1, 0))
+            while not await engine.__ray_call__.remote(lambda a: a._engine.weights.is_asleep):
+                assert not stepping.done()
+            ray.kill(engine, no_restart=False)
+            stepping.cancel()
+            await asyncio.gather(stepping, return_exceptions=True)
+            await rehearsal.steps(2)
+            await rehearsal.check_that_all_is_well()
 
     run(scenario())
 

@@ -132,9 +132,10 @@ async def test_an_engine_that_fails_the_commit_is_lost_and_the_others_go_on(flee
 
 
 async def test_so_many_failures_in_a_row_are_the_end_and_the_cause_is_told(fleet: Fleet) -> None:
-    fail_to_send(fleet, times=3)
+    fail_to_send(fleet, times=100)
     with pytest.raises(WeightUpdateError, match="OSError: no way to send"):
         await update(fleet)
+    assert fleet.updates.lost == [], "it was none of theirs"
     assert set(fleet.served().values()) == {1}
 
 
@@ -178,3 +179,27 @@ async def test_updates_and_syncs_take_turns(fleet: Fleet) -> None:
     )
     assert (await fleet.updates.update(2)).engines == 3
     assert set(fleet.served().values()) == {2}
+
+
+async def test_an_engine_that_can_not_receive_is_found_though_it_answers(fleet: Fleet) -> None:
+    """Its thread fails and hangs up, which breaks the transfer for all; yet it stages and aborts
+    as if nothing were wrong with it."""
+    receiver = fleet.engines["engine-1"].engine.weights.receiver
+
+    class NoMemory:
+        writes_in_place = False
+
+        def __init__(self, layout: object) -> None:
+            pass
+
+        def buffer(self, bucket: range) -> None:
+            raise MemoryError("no room for a bucket")
+
+    receiver._staging, receiver._make_staging = None, NoMemory
+    outcome = await update(fleet)
+    assert (outcome.engines, outcome.attempts) == (2, 3)
+    assert [one.name for one in outcome.lost] == ["engine-1"]
+    assert "engine-1 can't receive" in outcome.lost[0].cause
+    assert fleet.served() == {"engine-0": 2, "engine-2": 2}
+    await fleet.replace("engine-1")
+    assert (await update(fleet)).engines == 3

@@ -41,8 +41,8 @@ class RecordingLlm:
         yield
 
     async def sleep(self, *, level: int, mode: str) -> None:
-        assert (level, mode) == (0, "keep")
-        await self._ask("pause")
+        assert mode == "keep"
+        await self._ask({0: "pause", 1: "sleep"}[level])
 
     async def reset_prefix_cache(
         self, *, reset_running_requests: bool, reset_connector: bool
@@ -64,9 +64,9 @@ class RecordingLlm:
     async def release_kv_cache_memory(self) -> None:
         await self._ask("release")
 
-    async def wake_up(self, tags: list[str]) -> None:
-        assert tags == ["kv_cache"]
-        await self._ask("wake")
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        assert tags in (None, ["kv_cache"])
+        await self._ask("wake" if tags else "wake up")
 
     async def start_weight_update(self) -> None:
         await self._ask("start")
@@ -244,3 +244,49 @@ async def test_an_engine_that_dies_at_a_step_is_an_error_and_no_wait(step: str) 
         async with asyncio.timeout(5):
             await engine.stage_weights(b"")
             await engine.commit_weights(3)
+
+
+async def test_an_engine_that_rests_needs_no_token_to_prove_itself_and_takes_no_update() -> None:
+    engine, llm = engine_that_lacks("nothing", **STAGED)
+    await engine.rest()
+    await engine.rest()
+    async with asyncio.timeout(5):
+        await engine.probe()
+    with pytest.raises(EngineError, match="an update began while the engine rests"):
+        await engine.stage_weights(b"")
+    await engine.wake()
+    await engine.wake()
+    assert llm.asked == ["sleep", "wake up"]
+    await engine.stage_weights(b"")
+    with pytest.raises(EngineError, match="engine-0 can't rest"):
+        await engine.rest()
+
+
+async def test_a_rest_that_fails_is_undone() -> None:
+    engine, llm = engine_that_lacks("sleep", **STAGED)
+    with pytest.raises(RuntimeError, match="no sleep"):
+        await engine.rest()
+    assert llm.asked == ["sleep", "wake up"]
+
+
+async def test_a_wake_that_comes_while_a_rest_begins_ends_it() -> None:
+    engine, llm = engine_that_lacks("nothing", **STAGED)
+    llm.gates["sleep"] = asyncio.Event()
+    resting = asyncio.ensure_future(engine.rest())
+    while "sleep" not in llm.asked:
+        await asyncio.sleep(0)
+    waking = asyncio.ensure_future(engine.wake())
+    await asyncio.sleep(0.01)
+    assert llm.asked == ["sleep"]
+    llm.gates["sleep"].set()
+    await asyncio.gather(resting, waking)
+    assert llm.asked == ["sleep", "wake up"]
+
+
+async def test_an_engine_that_does_not_wake_is_no_engine_that_serves() -> None:
+    engine, _ = engine_that_lacks("wake up", **STAGED)
+    await engine.rest()
+    with pytest.raises(RestoreError, match="waking failed: RuntimeError: no wake up"):
+        await engine.wake()
+    with pytest.raises(EngineError, match="an update began while the engine rests"):
+        await engine.stage_weights(b"")

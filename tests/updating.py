@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 
 from areal_ray.errors import EngineError, TrainerLost, WeightUpdateError
-from areal_ray.generation.faults import Step
+from areal_ray.generation.faults import RestStep, Step
 from areal_ray.generation.simulated import SimulatedEngine, SimulatedSpec
 from areal_ray.types import WeightVersion
 from areal_ray.weights.receiver import StagingReceiver
@@ -115,6 +115,7 @@ class TrappedTrainer:
     def __init__(self, trap: Trap) -> None:
         self._trap = trap
         self.version: WeightVersion = 0
+        self.is_in = False
         self._parameters = [(name, torch.zeros(shape)) for name, shape in TENSORS.items()]
         self._begin()
 
@@ -162,6 +163,15 @@ class TrappedTrainer:
     async def call_off(self, group_id: str) -> None:
         off = self._sender.call_off
         await self._call("call_off", lambda: asyncio.to_thread(off, group_id))
+
+    async def move_in(self) -> None:
+        await self._call("move_in", lambda: self._move(is_in=True))
+
+    async def move_out(self) -> None:
+        await self._call("move_out", lambda: self._move(is_in=False))
+
+    async def _move(self, *, is_in: bool) -> None:
+        self.is_in = is_in
 
     async def _plan(self) -> SendingPlan:
         return self._sender.plan
@@ -213,7 +223,7 @@ class TrappedEngine:
         )
         held = self.engine.weights
         held.receiver = StagingReceiver(torch.device("cpu"), held._make_staging, join=self._join)
-        for step in get_args(Step):
+        for step in get_args(Step) + get_args(RestStep):
             self._trap_step(step)
 
     def _trap_step(self, step: str) -> None:
@@ -241,6 +251,15 @@ class TrappedEngine:
 
     async def discard(self) -> str:
         return await self._call("discard", self.engine.discard_weights)
+
+    async def rest(self) -> None:
+        await self._call("rest", self.engine.rest)
+
+    async def wake(self) -> None:
+        await self._call("wake", self.engine.wake)
+
+    async def end(self) -> None:
+        self.die()
 
     async def _call(self, name: str, work: Callable[[], object]) -> object:
         return await self._trap.around(f"{self.name}.{name}", work)
@@ -302,6 +321,7 @@ class Fleet:
         for name in self.updates.members:
             held = self.engines[name].engine.weights
             assert not held.is_paused, f"{name} is paused"
+            assert not held.is_asleep, f"{name} is asleep"
             assert not held.is_kv_released, f"{name} has no KV cache"
             for number, (tensor_name, shape) in enumerate(TENSORS.items()):
                 expected = weights(held.version, number, torch.Size(shape))

@@ -29,6 +29,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
     staging: StagingMode = "device"
     kv_after_update: KvAfterUpdate = "recompute"
     release_kv_cache: bool = False
+    colocated: bool = False
 
 
 class CommitReport(msgspec.Struct, frozen=True):
@@ -52,7 +53,8 @@ class Engine(Protocol):
 
     async def probe(self) -> None:
         """Prove that the engine generates, by any token that it makes from now on: a health flag
-        stays green on a wedged one. While it stands still for an update, that is answer enough."""
+        stays green on a wedged one. While it stands still because it was told to, that is answer
+        enough."""
 
     async def stage_weights(self, encoded_update: bytes) -> None:
         """Begin to receive new weights (a `WeightUpdate` as msgpack); returns at once. If it fails
@@ -64,6 +66,13 @@ class Engine(Protocol):
 
     async def discard_weights(self) -> str:
         """Let go of what was staged; the old weights go on serving. Raises if they can't."""
+
+    async def rest(self) -> None:
+        """Let go of the device's memory, for somebody else who needs it: no token is made until
+        `wake`. Requests are kept, and computed anew. What fails is undone."""
+
+    async def wake(self) -> None:
+        """Take the memory again, and go on. An engine that does not rest stays as it is."""
 
     @property
     def is_dead(self) -> bool: ...

@@ -63,11 +63,15 @@ class FailStart(_Triggered, frozen=True):
 Step = Literal["receive", "pause", "release_kv", "swap", "stamp", "drop", "restore_kv", "resume"]
 """Of a change of weights, as in `weight_switch.SwitchSteps`."""
 
+RestStep = Literal["sleep", "wake"]
+"""Of a rest, likewise."""
+
 
 class FailStep(_Triggered, frozen=True, kw_only=True):
-    """One step of a change of weights fails: before it has any effect, or with all of it."""
+    """One step of a change of weights, or of a rest, fails: before it has any effect, or with all
+    of it."""
 
-    step: Step
+    step: Step | RestStep
     how: Literal["raise", "hang", "die"]
     when: Literal["before", "after"]
 

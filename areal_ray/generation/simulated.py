@@ -32,6 +32,7 @@ from areal_ray.generation.faults import (
     FailStep,
     Fault,
     FaultPlan,
+    RestStep,
     Slow,
     SpoilResult,
     Step,
@@ -172,6 +173,14 @@ class SimulatedEngine:
         await self._answer()
         return await self._switch.discard()
 
+    async def rest(self) -> None:
+        await self._answer()
+        await self._switch.rest()
+
+    async def wake(self) -> None:
+        await self._answer()
+        await self._switch.wake()
+
     @property
     def is_dead(self) -> bool:
         """It did not come up, or it is lost. A wedged one looks alive."""
@@ -195,7 +204,7 @@ class SimulatedEngine:
             case _:
                 self._plan.hold(fault)
 
-    async def answer_at_step(self, step: Step, when: Literal["before", "after"]) -> None:
+    async def answer_at_step(self, step: Step | RestStep, when: Literal["before", "after"]) -> None:
         """A step of a change of weights has come: it goes well, unless a fault is meant for it."""
         await self._answer()
         fault = self._plan.take(FailStep, lambda one: (one.step, one.when) == (step, when))
@@ -221,7 +230,8 @@ class SimulatedEngine:
         self.set_pace()
 
     def set_pace(self) -> None:
-        stands_still = self._lost or self._is_wedged or self.weights.is_paused
+        held = self.weights.is_paused or self.weights.is_asleep
+        stands_still = self._lost or self._is_wedged or held
         self._work.set_rate(0.0 if stands_still else math.prod(self._slowdowns))
 
     def _lose(self, reason: str) -> None:

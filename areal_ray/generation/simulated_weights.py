@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
-from areal_ray.generation.faults import Step
+from areal_ray.generation.faults import RestStep, Step
 from areal_ray.types import WeightVersion
 from areal_ray.weights.update import StagingMode, WeightUpdate
 
@@ -27,7 +27,9 @@ if TYPE_CHECKING:  # without tensors an engine does without torch, and is up in 
 class Host(Protocol):
     """The engine whose weights they are."""
 
-    async def answer_at_step(self, step: Step, when: Literal["before", "after"]) -> None: ...
+    async def answer_at_step(
+        self, step: Step | RestStep, when: Literal["before", "after"]
+    ) -> None: ...
 
     async def copy_weights(self) -> None: ...
 
@@ -45,7 +47,7 @@ class SimulatedWeights:
         self._receiver: StagingReceiver | None = None
         self._is_receiving = False
         self.version: WeightVersion = 0
-        self.is_paused = self.is_kv_released = False
+        self.is_paused = self.is_kv_released = self.is_asleep = False
         self.tensors: dict[str, torch.Tensor] = {}
 
     async def pause(self) -> None:
@@ -70,6 +72,18 @@ class SimulatedWeights:
         self.is_kv_released = self.is_paused = False  # vLLM resumes with it
         self._host.set_pace()
         await self._host.answer_at_step("restore_kv", "after")
+
+    async def sleep(self) -> None:
+        await self._host.answer_at_step("sleep", "before")
+        self.is_asleep = True
+        self._host.set_pace()
+        await self._host.answer_at_step("sleep", "after")
+
+    async def wake(self) -> None:
+        await self._host.answer_at_step("wake", "before")
+        self.is_asleep = False
+        self._host.set_pace()
+        await self._host.answer_at_step("wake", "after")
 
     async def receive(self, encoded_update: bytes) -> None:
         await self._host.answer_at_step("receive", "before")

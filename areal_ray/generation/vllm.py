@@ -42,8 +42,8 @@ T = TypeVar("T")
 GIB = 2**30
 
 LIVENESS_POLL_S = 0.1
-RESTORE_TIMEOUT_S = 10.0
-"""For each thing that an aborted update gives back."""
+RESTORE_TIMEOUT_S = 25.0
+"""For each thing that an aborted update, or the end of a rest, gives back."""
 
 PIECE_TOKENS = 32
 """How often vLLM tells of a sample's tokens: so many may be lost with the engine."""
@@ -173,6 +173,12 @@ class VllmEngine:
     async def discard_weights(self) -> str:
         return await self._switch.discard()
 
+    async def rest(self) -> None:
+        await self._switch.rest()
+
+    async def wake(self) -> None:
+        await self._switch.wake()
+
     @property
     def is_dead(self) -> bool:
         """It did not come up, or its process is gone: the reason is in the log."""
@@ -214,6 +220,15 @@ class _VllmSteps:
 
     async def restore_kv(self) -> None:
         await self._ask(self._llm.wake_up(tags=["kv_cache"]))
+
+    async def sleep(self) -> None:
+        # Weights go to host memory, the KV cache is dropped; requests are kept, to be computed
+        # anew. On a CPU nothing moves, and generation stands still all the same.
+        self._owner._piece_came.notify()
+        await self._ask(self._llm.sleep(level=1, mode="keep"))
+
+    async def wake(self) -> None:
+        await self._ask(self._llm.wake_up())
 
     async def receive(self, encoded_update: bytes) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -309,7 +324,7 @@ def _start_llm(spec: EngineSpec) -> AsyncLLM:
         disable_log_stats=True,
         weight_transfer_config=WeightTransferConfig(backend="areal_ray"),
         additional_config={STAGING_KEY: spec.staging},
-        enable_sleep_mode=spec.release_kv_cache,
+        enable_sleep_mode=not _on_cpu(spec) and (spec.release_kv_cache or spec.colocated),
         worker_extension_cls="areal_ray.weights.vllm_backend.WorkerExtension",
         gpu_memory_utilization=spec.gpu_memory,
         kv_cache_memory_bytes=_kv_cache_bytes(spec, model, max_model_len),

@@ -3,6 +3,7 @@
     idle -(stage)-> staged -(commit)-> idle            the new version serves
                          `-(discard)-> idle            the old one does
                          `-(a failed swap)-> torn      none does, ever again
+    idle -(rest)-> resting -(wake)-> idle              the device's memory was another's meanwhile
 
 Staged beside the weights that serve, an engine goes on generating until the commit pauses it;
 in place, it is paused before the first byte comes. Whatever was acquired (the pause, the
@@ -36,6 +37,12 @@ class SwitchSteps(Protocol):
         """Give the KV cache's memory back for the time of the update."""
 
     async def restore_kv(self) -> None: ...
+
+    async def sleep(self) -> None:
+        """No token is made from now on; weights leave the device, the KV cache's memory is given
+        back, and requests are kept."""
+
+    async def wake(self) -> None: ...
 
     async def receive(self, encoded_update: bytes) -> None:
         """Begin to receive; returns at once."""
@@ -71,15 +78,22 @@ class WeightSwitch:
         self._held: _Update | None = None
         self._is_torn = False
         self._paused_at = 0.0
+        self._rest: Undo | None = None
+        self._falling_asleep_or_waking = asyncio.Lock()
 
     @property
     def stands_still(self) -> bool:
-        """Paused for an update, which has its own time limits: no token can be expected."""
+        """Resting, or paused for an update: both have their own time limits, and no token can be
+        expected."""
+        if self._rest is not None:
+            return True
         return self._held is not None and self._held.is_paused and not self._is_torn
 
     async def stage(self, encoded_update: bytes) -> None:
         if self._held is not None or self._is_torn:
             raise EngineError(f"{self._name}: an update began before the last one ended")
+        if self._rest is not None:
+            raise EngineError(f"{self._name}: an update began while the engine rests")
         update = self._held = _Update(Undo(timeout_s=self._restore_timeout_s))
         try:
             if self._in_place:
@@ -127,6 +141,30 @@ class WeightSwitch:
             return ""
         await self._give_back(update, None)
         return update.trouble
+
+    async def rest(self) -> None:
+        async with self._falling_asleep_or_waking:
+            if self._held is not None or self._is_torn:
+                raise EngineError(f"{self._name} can't rest: an update of its weights is not done")
+            if self._rest is not None:
+                return
+            self._rest = Undo(timeout_s=self._restore_timeout_s)
+            self._rest.later("waking", self._steps.wake)
+            try:
+                await self._steps.sleep()
+            except BaseException as error:
+                await self._end_rest(error)
+                raise
+
+    async def wake(self) -> None:
+        """Also from a rest that is only beginning: once it has begun."""
+        async with self._falling_asleep_or_waking:
+            await self._end_rest(None)
+
+    async def _end_rest(self, error: BaseException | None) -> None:
+        if self._rest is not None:
+            await self._rest.give_back(error)
+            self._rest = None
 
     async def _pause(self, update: _Update) -> None:
         update.undo.later("resuming", self._resume)

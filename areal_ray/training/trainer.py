@@ -7,7 +7,7 @@ while it computes: the actor calls them in a thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from areal_ray.errors import TrainingError
 from areal_ray.plugins import unpack
 from areal_ray.training.model import CausalModel
 from areal_ray.training.packing import LearnedSequence, MicroBatch, pack
+from areal_ray.training.residence import Residence
 from areal_ray.training.spec import StepMetrics, TrainerSpec
 from areal_ray.types import Prompt, TokenIds, Trajectory, TrajectoryGroup
 
@@ -44,6 +45,7 @@ class PolicyTrainer:
         )
         self._optimizer = self._new_optimizer(spec.trainer.lr)
         self._steps = 0
+        self.residence = Residence(self.model.device, self._tensors)
 
     def warm_up(self, prompts: Sequence[Prompt], *, steps: int, batch: int, lr: float) -> float:
         """Supervised steps on the prompts' answers; returns the last loss.
@@ -155,6 +157,13 @@ class PolicyTrainer:
             _policy_sequence(trajectory, advantage)
             for trajectory, advantage in zip(trajectories, advantages.tolist(), strict=True)
         ]
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """All that a step needs on the device."""
+        yield from self.model.module.parameters()
+        yield from self.model.module.buffers()
+        for state in self._optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
 
     def _new_optimizer(self, lr: float) -> torch.optim.Optimizer:
         config = self._spec.trainer

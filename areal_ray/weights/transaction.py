@@ -8,7 +8,8 @@ What is decided here, and nowhere else:
 
 - Before the commit, one failure aborts all. An engine that could not stage, or can't undo its part,
   is lost; the update is tried again with the others, over a new group. So many failures in a row
-  as `max_failures` end it.
+  as `max_failures` end it; before the last attempt those that can't receive even by themselves are
+  found, if nobody has told, and lost.
 - The commit can't be called back. An engine that fails it is lost; the others serve the new
   version.
 - A lost engine must not serve: it is told of in the outcome until it is `forgotten`, and takes
@@ -111,16 +112,26 @@ class WeightUpdates:
         self._group_prefix = f"weights-{uuid.uuid4().hex[:8]}"
         self._groups_made = 0
         self._group_of: tuple[str, ...] = ()
-        self._one_at_a_time = asyncio.Lock()
+        self.one_at_a_time = asyncio.Lock()
+        """Held by an update or a sync; and by who must have neither meanwhile."""
 
     @property
     def members(self) -> list[str]:
         return list(self._members)
 
+    @property
+    def engines(self) -> list[Engine]:
+        """Those that take part."""
+        return list(self._members.values())
+
+    @property
+    def lost(self) -> list[LostEngine]:
+        return list(self._lost.values())
+
     async def sync(self, engine: Engine) -> None:
         """Give one engine the trainer's weights, without a word to the others; from then on it
         takes part in every update."""
-        async with self._one_at_a_time:
+        async with self.one_at_a_time:
             known = self._members.get(engine.name)
             if known is not None and known.process == engine.process:
                 return
@@ -139,22 +150,22 @@ class WeightUpdates:
     async def update(self, version: WeightVersion) -> Outcome:
         """Carry the trainer's weights to every engine that is there. With none left, the next to
         start will get them."""
-        async with self._one_at_a_time:
+        async with self.one_at_a_time:
             attempts, staged_s = await self._stage_on_all(version)
-            pauses = await self._commit(list(self._members.values()), version)
+            pauses = await self._commit(self.engines, version)
             return Outcome(
                 version=version,
                 engines=len(pauses),
                 attempts=attempts,
                 staged_s=staged_s,
                 longest_pause_s=max(pauses, default=0.0),
-                lost=list(self._lost.values()),
+                lost=self.lost,
             )
 
     async def _stage_on_all(self, version: WeightVersion) -> tuple[int, float]:
         """Returns the number of attempts, and how long the last one took."""
         for attempt in range(1, self._limits.max_failures + 1):
-            engines = list(self._members.values())
+            engines = self.engines
             if not engines:
                 return attempt, 0.0
             try:
@@ -164,9 +175,38 @@ class WeightUpdates:
             except WeightUpdateError as error:
                 failure = error
                 logs.warning("update {} was aborted: {}", version, error)
+                is_last_but_one = 1 < attempt == self._limits.max_failures - 1
+                if is_last_but_one and self.engines == engines:
+                    await self._lose_who_fails_alone(engines)
             else:
                 return attempt, staged_s
         raise failure
+
+    async def _lose_who_fails_alone(self, engines: Sequence[Engine]) -> None:
+        """A broken connection tells both ends of it, but not whose fault it is. If all fail, it is
+        none of theirs."""
+        failing = await self._failing_alone(engines)
+        if len(failing) < len(engines):
+            for engine, error in failing:
+                self.lose(engine, f"{engine.name} can't receive: {described(error)}")
+
+    async def _failing_alone(
+        self, engines: Sequence[Engine]
+    ) -> list[tuple[Engine, WeightUpdateError]]:
+        """By halves, so that one among many is found in few transfers."""
+        try:
+            await self._stage(engines)
+            self._group_of = ()  # which the abort closes
+            await self._abort(engines)
+        except TrainerLost:
+            raise
+        except WeightUpdateError as error:
+            if len(engines) == 1:
+                return [(engines[0], error)]
+            middle = len(engines) // 2
+            first = await self._failing_alone(engines[:middle])
+            return first + await self._failing_alone(engines[middle:])
+        return []
 
     async def _stage(
         self, engines: Sequence[Engine], expected: WeightVersion | None = None
@@ -218,7 +258,7 @@ class WeightUpdates:
         for engine in engines:
             if engine.name in failures:
                 cause = f"{engine.name} did not stage: {described(failures[engine.name])}"
-                self._lose(engine, cause)
+                self.lose(engine, cause)
         if failures:
             raise next(iter(failures.values()))
         return sending.result()
@@ -238,7 +278,7 @@ class WeightUpdates:
         for engine, outcome in zip(engines, outcomes, strict=True):
             if isinstance(outcome, BaseException):
                 cause = f"{engine.name} did not commit version {version}: {described(outcome)}"
-                self._lose(engine, cause)
+                self.lose(engine, cause)
             else:
                 pauses.append(outcome)
         return pauses
@@ -258,13 +298,14 @@ class WeightUpdates:
         for engine, outcome in zip(begun, outcomes, strict=True):
             if isinstance(outcome, BaseException):
                 failures.append(f"{engine.name} could not abort an update: {described(outcome)}")
-                self._lose(engine, failures[-1])
+                self.lose(engine, failures[-1])
             elif outcome:
                 logs.warning("{} after an aborted update: {}", engine.name, outcome)
         if failures:
             raise WeightUpdateError("; ".join(failures))
 
-    def _lose(self, engine: Engine, cause: str) -> None:
+    def lose(self, engine: Engine, cause: str) -> None:
+        """It must not serve as it is."""
         self._members.pop(engine.name, None)
         self._lost[engine.name] = LostEngine(engine.name, engine.process, cause)
 

@@ -81,7 +81,7 @@ class LiveCrew:
 
     def train_and_update(self) -> None:
         """One step on whatever the engines generated, and its weights to the engines."""
-        self.run(self.crew.trainer.train_step.remote(self.version + 1, self.version))
+        self.run(self.crew.train_step(self.version + 1, self.version))
         self.version += 1
         self.run(self.crew.update_weights(self.version))
 

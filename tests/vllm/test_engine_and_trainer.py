@@ -100,7 +100,7 @@ def test_requests_in_flight_over_updates_carry_the_versions_in_order(live) -> No
         handle = live.crew.engines["engine-0"]
         calls = [handle.generate.remote(r) for r in requests("flight", 64, long, n=8)]
         for _ in range(4):
-            await live.crew.trainer.train_step.remote(live.version + 1, live.version)
+            await live.crew.train_step(live.version + 1, live.version)
             live.version += 1
             await live.crew.update_weights(live.version)
         return await asyncio.gather(*calls)

@@ -50,7 +50,7 @@ def cluster(marked_processes, tmp_path: Path) -> Iterator[dict[str, str]]:
     assert wait_until_empty(marked_processes.alive) == {}
 
 
-def test_the_example_runs_as_a_submitted_job_and_synchronously(
+def test_the_example_runs_as_a_submitted_job_synchronously_and_colocated(
     cluster: dict[str, str], tmp_path: Path
 ) -> None:
     listing = [RAY, "job", "list"]
@@ -62,6 +62,7 @@ def test_the_example_runs_as_a_submitted_job_and_synchronously(
             *("python", "arithmetic.py", f"runs_dir={tmp_path / 'runs'}", "steps=3"),
             *("warmup.steps=20", "goal=null", "evaluation.every=0", "evaluation.prompts=8"),
             *("generation.engines=1", "trainer.groups_per_step=8", "rollout.max_staleness=0"),
+            *("generation.colocated=true", "weights.staging=host"),
         ],
         env=cluster,
         capture_output=True,

@@ -81,8 +81,9 @@ class Site:
                 bucket_bytes=64 * 1024,
                 verify=True,
                 limits=Limits(
-                    timeout_s=60.0, busy_timeout_s=60.0, restore_timeout_s=10.0, max_failures=2
+                    timeout_s=60.0, busy_timeout_s=60.0, restore_timeout_s=30.0, max_failures=2
                 ),
+                start_timeout_s=60.0,
             ),
         )
         for name in self.engines:
@@ -161,6 +162,16 @@ class Site:
 
         model = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32)
         return engine_digests(weights_of(list(model.named_parameters()), version, kind=kind))
+
+    async def tokens_made(self, name: str) -> int:
+        """By the requests that run."""
+        return await self.engines[name].__ray_call__.remote(
+            lambda actor: sum(
+                len(sample.completion().token_ids)
+                for samples in actor._engine._running.values()
+                for sample in samples
+            )
+        )
 
     async def core_pid(self, name: str) -> int:
         return await self.engines[name].__ray_call__.remote(
@@ -256,6 +267,36 @@ def test_what_old_weights_cached_is_no_part_of_a_new_prompt(
         with torch.no_grad():
             expected = causal.logprobs(batch, temperature=1.0).numpy()
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-3, err_msg=name)
+
+
+def test_an_engine_goes_on_after_a_rest_where_it_was(site: Site, runner: asyncio.Runner) -> None:
+    """Requests in flight stand still while the trainer has the devices, and then end as if nothing
+    had been; also when an update fails before them."""
+
+    async def scenario() -> None:
+        await site.begin("proving")
+        calls = [
+            asyncio.ensure_future(site.generate(name, [3, 4, 5], LENGTH, n=4))
+            for name in site.engines
+        ]
+        known = {}
+        while not all(known.values()):
+            known = {name: await site.tokens_made(name) for name in site.engines}
+        assert await site.manager.begin_trainers_turn.remote() == []
+        known = {name: await site.tokens_made(name) for name in site.engines}
+        await asyncio.gather(*(engine.probe.remote() for engine in site.engines.values()))
+        await asyncio.sleep(0.5)
+        assert known == {name: await site.tokens_made(name) for name in site.engines}
+        assert max(known.values()) < 4 * LENGTH
+        assert await site.manager.end_trainers_turn.remote() == []
+        await site.update()
+        for result in await asyncio.gather(*calls):
+            for completion in result.completions:
+                made = completion.versions.tolist()
+                assert len(made) == LENGTH
+                assert completion.token_ids.tolist() == [token_of(version) for version in made]
+
+    runner.run(scenario())
 
 
 def test_an_engine_killed_while_staging_does_not_keep_the_other_from_the_update(

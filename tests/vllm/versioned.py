@@ -106,6 +106,12 @@ class VersionedTrainer:
         for name, tensor in self._parameters:
             tensor.copy_(made[name])
 
+    async def move_in(self) -> None:
+        pass
+
+    async def move_out(self) -> None:
+        pass
+
     async def wait_in_the_middle(self) -> None:
         self._is_waiting.clear()
         self._go_on.clear()
