@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 
 import cloudpickle
+import pytest
 import ray
 from ray.actor import ActorHandle
 
@@ -185,6 +188,14 @@ class RehearsedCrew:
                 return
             await asyncio.sleep(0.05)
 
+    async def until_full(self) -> int:
+        """Until all that may start has ended; returns how many groups that are."""
+        held = (self.config.rollout.max_staleness + self.version + 1) * (
+            self.config.trainer.groups_per_step
+        )
+        await self.until(lambda c: (c.accepted, c.running) == (held, 0), f"{held} groups")
+        return held
+
     async def counts(self) -> LedgerCounts:
         rollout, _ = await self.crew.status()
         return rollout.ledger
@@ -219,3 +230,39 @@ def run(work: Coroutine[object, object, object], timeout_s: float = 120) -> obje
 
 async def pid_of(actor: ActorHandle) -> int:
     return await actor.__ray_call__.remote(lambda _: __import__("os").getpid())
+
+
+def busy_crew(model: Path, directories: pytest.TempPathFactory, **changes: object) -> RehearsedCrew:
+    """Two engines, slow enough that groups are always in flight."""
+    settings = {
+        "engine": simulated(tokens_per_s=100.0, mean_tokens=15.0),
+        "generation": {
+            "engines": 2,
+            "max_new_tokens": 40,
+            "suspect_after_s": 1,
+            "dead_after_s": 3,
+        },
+    }
+    return RehearsedCrew(model, directories.mktemp("run"), **(settings | changes))
+
+
+Scenario = Callable[[RehearsedCrew], Awaitable[None]]
+LiveThrough = Callable[[Scenario], None]
+
+
+def lasting(crew: RehearsedCrew) -> Iterator[LiveThrough]:
+    """A crew that several tests use, one after the other, each by a scenario."""
+    with asyncio.Runner() as runner:
+        runner.run(crew.__aenter__())
+
+        def live_through(scenario: Scenario) -> None:
+            runner.run(within(120, scenario(crew), who="the test", doing="its work"))
+
+        yield live_through
+        runner.run(crew.__aexit__())
+
+
+async def kill(actor: ActorHandle, how: signal.Signals = signal.SIGKILL) -> int:
+    pid = await pid_of(actor)
+    os.kill(pid, how)
+    return pid

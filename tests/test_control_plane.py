@@ -9,17 +9,18 @@ from pathlib import Path
 
 import pytest
 import ray
-from rehearsing import PROMPTS, RehearsedCrew, run, simulated, zero
+from rehearsing import PROMPTS, RehearsedCrew, kill, run, simulated, zero
 
 from areal_ray.deadlines import within
 from areal_ray.errors import (
     FilteredOut,
     GroupTimedOut,
+    PoolError,
     TooManyFailures,
     WeightUpdateError,
     root_cause,
 )
-from areal_ray.generation.faults import FailStep
+from areal_ray.generation.faults import Die, FailStep
 from areal_ray.types import Completion, Prompt, Trajectory
 from areal_ray.workflows import RolloutContext
 
@@ -339,3 +340,49 @@ def test_the_pool_grows_and_shrinks_while_it_works(rehearse) -> None:
             assert len(set(rehearsal.trained)) == 8 * 4
 
     run(scenario())
+
+
+def test_a_torn_engine_that_a_new_controller_finds_is_replaced(rehearse) -> None:
+    """The old controller dies before it hears of the failed commit; the new one, for which no
+    engine has served yet, can't give this one weights."""
+
+    async def scenario() -> None:
+        async with rehearse(generation={"engines": 1}) as rehearsal:
+            await rehearsal.step()
+            await rehearsal.inject("engine-0", FailStep(step="swap", how="raise", when="after"))
+            crew = rehearsal.crew
+
+            async def tear_and_kill() -> None:
+                update = await crew.manager.update_weights.remote(2)
+                assert [one.name for one in update.outcome.lost] == ["engine-0"]
+                await kill(crew.controller)
+
+            await rehearsal.step(once_trained=tear_and_kill)
+            await rehearsal.steps(2)
+            await rehearsal.check_that_all_is_well()
+            rollout, _ = await crew.status()
+            assert [engine.incarnation for engine in rollout.engines] == [2]
+
+    run(scenario())
+
+
+def test_when_no_engine_is_left_the_run_ends_and_names_the_cause(rehearse) -> None:
+    async def scenario() -> None:
+        async with rehearse(
+            generation={
+                "engines": 2,
+                "restart_engines": False,
+                "suspect_after_s": 1,
+                "dead_after_s": 3,
+            }
+        ) as rehearsal:
+            await kill(rehearsal.crew.engines["engine-0"])
+            await rehearsal.inject("engine-1", Die())
+            await rehearsal.crew.watch()
+
+    with pytest.raises(PoolError) as ended:
+        run(scenario(), timeout_s=40)
+    message = str(ended.value)
+    assert "0 engines are left, fewer than the 1 that are needed" in message
+    assert "engine-0: ActorUnavailableError" in message
+    assert "engine-1: EngineNotServing" in message

@@ -203,3 +203,12 @@ async def test_an_engine_that_can_not_receive_is_found_though_it_answers(fleet: 
     assert fleet.served() == {"engine-0": 2, "engine-2": 2}
     await fleet.replace("engine-1")
     assert (await update(fleet)).engines == 3
+
+
+async def test_an_engine_whose_abort_was_cut_short_is_lost(fleet: Fleet) -> None:
+    fleet.engines["engine-1"].discard = asyncio.Event().wait
+    aborting = asyncio.ensure_future(fleet.updates._abort(fleet.updates.engines))
+    await asyncio.sleep(0.05)
+    aborting.cancel()
+    await asyncio.gather(aborting, return_exceptions=True)
+    assert [one.name for one in fleet.updates.lost] == ["engine-1"]

@@ -284,25 +284,26 @@ class WeightUpdates:
         return pauses
 
     async def _abort(self, begun: Sequence[Engine]) -> None:
-        aborts = (
-            within(
+        outcomes = await asyncio.gather(*map(self._discard, begun), return_exceptions=True)
+        failures = [str(outcome) for outcome in outcomes if isinstance(outcome, BaseException)]
+        if failures:
+            raise WeightUpdateError("; ".join(failures))
+
+    async def _discard(self, engine: Engine) -> None:
+        """Who can't is lost; also when there was no time to hear of it."""
+        try:
+            trouble = await within(
                 self._limits.restore_timeout_s,
                 engine.discard(),
                 who=engine.name,
                 doing="discarding staged weights",
             )
-            for engine in begun
-        )
-        outcomes = await asyncio.gather(*aborts, return_exceptions=True)
-        failures = []
-        for engine, outcome in zip(begun, outcomes, strict=True):
-            if isinstance(outcome, BaseException):
-                failures.append(f"{engine.name} could not abort an update: {described(outcome)}")
-                self.lose(engine, failures[-1])
-            elif outcome:
-                logs.warning("{} after an aborted update: {}", engine.name, outcome)
-        if failures:
-            raise WeightUpdateError("; ".join(failures))
+        except BaseException as error:
+            cause = f"{engine.name} could not abort an update: {described(error)}"
+            self.lose(engine, cause)
+            raise WeightUpdateError(cause) from error
+        if trouble:
+            logs.warning("{} after an aborted update: {}", engine.name, trouble)
 
     def lose(self, engine: Engine, cause: str) -> None:
         """It must not serve as it is."""

@@ -53,6 +53,10 @@ class Watched:
         )
 
 
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def test_killed_and_wedged_processes_cost_no_group_and_the_model_still_learns(
     train, marked_processes, tmp_path: Path
 ) -> None:
@@ -68,17 +72,22 @@ def test_killed_and_wedged_processes_cost_no_group_and_the_model_still_learns(
     run = Watched(training, run_dir)
     run.until(lambda steps: len(steps) >= 3, "the first steps")
 
-    def strike(how: signal.Signals, *processes: str) -> None:
+    def strike(how: signal.Signals, *victims: int) -> None:
         before = len(run.steps())
-        victims = [marked_processes.named(process)[0] for process in processes]
         for victim in victims:
             os.kill(victim, how)
         run.until_recovered(before)
         run.until(lambda _: not marked_processes.alive().keys() & victims, "the victims' end")
 
-    strike(signal.SIGKILL, "VLLM::EngineCore", "ray::RolloutWorker")
-    strike(signal.SIGKILL, "ray::GenerationActor")
-    strike(signal.SIGSTOP, "VLLM::EngineCore")
+    # The process of one engine, the actor of the other, and a worker: for a while nobody serves.
+    core, worker, actor = (
+        marked_processes.named(kind)[0]
+        for kind in ("VLLM::EngineCore", "ray::RolloutWorker", "ray::GenerationActor")
+    )
+    if actor == parent_of(core):
+        actor = marked_processes.named("ray::GenerationActor")[1]
+    strike(signal.SIGKILL, core, worker, actor)
+    strike(signal.SIGSTOP, marked_processes.named("VLLM::EngineCore")[0])
 
     after = len(run.steps())
     run.until(
