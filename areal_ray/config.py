@@ -13,20 +13,19 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from areal_ray.algorithm_config import AlgorithmConfig, algorithm_problems, algorithm_resolved
+from areal_ray.config_section import (
+    Count,
+    CountOrZero,
+    Decay,
+    Fraction,
+    NotNegative,
+    Positive,
+    Section,
+)
 from areal_ray.errors import ConfigError
 from areal_ray.types import Sampling
 from areal_ray.weights.update import KvAfterUpdate, StagingMode
-
-Count = Annotated[int, Meta(ge=1)]
-CountOrZero = Annotated[int, Meta(ge=0)]
-Positive = Annotated[float, Meta(gt=0)]
-NotNegative = Annotated[float, Meta(ge=0)]
-Fraction = Annotated[float, Meta(gt=0, le=1)]
-Decay = Annotated[float, Meta(ge=0, lt=1)]
-
-
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A part of the configuration."""
 
 
 class ModelConfig(Section):
@@ -133,13 +132,6 @@ class RolloutConfig(Section):
     """Finished groups that wait for training, in all; rollout waits when there are more."""
 
 
-class AlgorithmConfig(Section):
-    advantage: str = "grpo"
-    loss: str = "ppo"
-    clip_low: Positive = 0.2
-    clip_high: Positive = 0.28
-
-
 class TrainerConfig(Section):
     groups_per_step: Count = 32
     """Groups in one optimizer step."""
@@ -236,11 +228,12 @@ def _problems(config: Config, has_held_out: bool) -> Iterator[str]:
         yield "goal: needs `data.held_out`, the prompts it is measured on"
     if config.goal is not None and not evaluation.every:
         yield "goal: needs `evaluation.every`, how often to look whether it is reached"
-    if config.rollout.samples == 1 and config.algorithm.advantage == "grpo":
-        yield (
-            "rollout.samples: expected an integer >= 2, got 1: `grpo` compares the samples of a "
-            "prompt with each other, and one alone has an advantage of zero"
-        )
+    yield from algorithm_problems(
+        config.algorithm,
+        samples=config.rollout.samples,
+        max_staleness=config.rollout.max_staleness,
+        max_new_tokens=config.generation.max_new_tokens,
+    )
     if config.generation.temperature == 0:
         yield (
             "generation.temperature: expected a number > 0, got 0: greedy samples of a prompt "
@@ -292,4 +285,7 @@ def resolve(config: Config, *, device: Literal["cpu", "cuda"]) -> Config:
         rollout = replace(rollout, max_concurrent_groups=all_of_them)
     if rollout.order == "window" and rollout.window is None:
         rollout = replace(rollout, window=config.trainer.groups_per_step)
-    return replace(config, device=device, model=model, rollout=rollout)
+    algorithm = algorithm_resolved(
+        config.algorithm, max_new_tokens=config.generation.max_new_tokens
+    )
+    return replace(config, device=device, model=model, rollout=rollout, algorithm=algorithm)
