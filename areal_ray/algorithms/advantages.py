@@ -52,7 +52,7 @@ def grpo(batch: StepBatch, token_rewards: Tensor, options: AlgorithmConfig) -> T
     """
     scores = sequence_scores(batch, token_rewards)
     std = segment_std(scores, batch.group_index, batch.groups)[batch.group_index]
-    return batch.for_tokens((scores - batch.group_mean(scores)) / (std + EPSILON))
+    return _for_tokens(batch, (scores - batch.group_mean(scores)) / (std + EPSILON))
 
 
 @ADVANTAGES.register("dr_grpo", _COMPARES)
@@ -61,7 +61,7 @@ def dr_grpo(batch: StepBatch, token_rewards: Tensor, options: AlgorithmConfig) -
     (arXiv:2503.20783). Goes with `reduction: sequence_mean_token_sum_norm`.
     """
     scores = sequence_scores(batch, token_rewards)
-    return batch.for_tokens(scores - batch.group_mean(scores))
+    return _for_tokens(batch, scores - batch.group_mean(scores))
 
 
 @ADVANTAGES.register("rloo", _COMPARES)
@@ -71,7 +71,8 @@ def rloo(batch: StepBatch, token_rewards: Tensor, options: AlgorithmConfig) -> T
     """
     scores = sequence_scores(batch, token_rewards)
     sizes = batch.group_sum(torch.ones_like(scores))
-    return batch.for_tokens((scores - batch.group_mean(scores)) * sizes / (sizes - 1).clamp(min=1))
+    others = (sizes - 1).clamp(min=1)
+    return _for_tokens(batch, (scores - batch.group_mean(scores)) * sizes / others)
 
 
 @ADVANTAGES.register("opo", _COMPARES)
@@ -82,7 +83,7 @@ def opo(batch: StepBatch, token_rewards: Tensor, options: AlgorithmConfig) -> Te
     scores = sequence_scores(batch, token_rewards)
     lengths = batch.lengths.to(scores.dtype)
     baseline = batch.group_sum(lengths * scores) / batch.group_sum(lengths).clamp(min=1)
-    return batch.for_tokens(torch.where(batch.compared, scores - baseline, 0.0))
+    return _for_tokens(batch, torch.where(batch.compared, scores - baseline, 0.0))
 
 
 @ADVANTAGES.register("maxrl", _COMPARES)
@@ -94,7 +95,8 @@ def maxrl(batch: StepBatch, token_rewards: Tensor, options: AlgorithmConfig) -> 
     scores = sequence_scores(batch, token_rewards)
     mean = batch.group_mean(scores)
     some = mean > EPSILON
-    return batch.for_tokens(torch.where(some, (scores - mean) / torch.where(some, mean, 1.0), 0.0))
+    centred = (scores - mean) / torch.where(some, mean, 1.0)
+    return _for_tokens(batch, torch.where(some, centred, 0.0))
 
 
 @ADVANTAGES.register("reinforce")
@@ -172,7 +174,12 @@ def whiten(
         ids, count = torch.zeros_like(batch.sequence_ids), 1
     else:
         ids, count = batch.for_tokens(batch.group_index), batch.groups
-    mean = segment_mean(advantages, ids, count, where)[ids]
-    std = segment_std(advantages, ids, count, where)[ids]
-    whitened = (advantages - mean) / (std + EPSILON)
+    exact = advantages.double()
+    mean = segment_mean(exact, ids, count, where)[ids]
+    std = segment_std(exact, ids, count, where)[ids]
+    whitened = ((exact - mean) / (std + EPSILON)).to(advantages.dtype)
     return whitened if where is None else torch.where(where, whitened, 0.0)
+
+
+def _for_tokens(batch: StepBatch, per_sequence: Tensor) -> Tensor:
+    return batch.for_tokens(per_sequence).to(batch.rewards.dtype)

@@ -159,7 +159,7 @@ class PartialLoss:
 def prepare(batch: StepBatch, algorithm: Algorithm) -> PreparedStep:
     """Everything that depends on more than one sequence."""
     config = algorithm.config
-    _check_columns(batch, algorithm.needs)
+    batch = _with_columns(batch, algorithm.needs)
     batch = replace(batch, rewards=shape_overlong(batch.rewards, batch.lengths, config.overlong))
     rewards = token_rewards(batch, config.kl)
     traits = algorithm.advantage_traits
@@ -267,12 +267,18 @@ def _returns(batch: StepBatch, rewards: Tensor, config: AlgorithmConfig) -> Tens
     return lambda_returns(batch, rewards, config.gamma, gae_lambda)
 
 
-def _check_columns(batch: StepBatch, needs: Needs) -> None:
+def _with_columns(batch: StepBatch, needs: Needs) -> StepBatch:
+    """The columns that the config asks for, and no others: what a trainer computed for its own
+    sake must not change the step.
+    """
+    unused: dict[str, None] = {}
     for needed, name in (
         (needs.proximal, "proximal_logprobs"),
         (needs.reference, "reference_logprobs"),
         (needs.values, "values"),
     ):
-        given = getattr(batch, name) is not None
-        if needed and not given:
+        if needed and getattr(batch, name) is None:
             raise TrainingError(f"the algorithm needs {name}, and the step's batch has none")
+        if not needed:
+            unused[name] = None
+    return replace(batch, **unused)

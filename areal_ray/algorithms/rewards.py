@@ -41,5 +41,9 @@ def token_rewards(batch: StepBatch, kl: KlConfig) -> Tensor:
 def sequence_scores(batch: StepBatch, token_rewards: Tensor) -> Tensor:
     """(S,) The sum of each sequence's token rewards. One without tokens has its reward: it counts
     in the mean of its group.
+
+    In float64: in float32, the mean of three rewards of 0.1 is not 0.1, and what is left over
+    would be divided by a deviation that ought to be zero.
     """
-    return torch.where(batch.lengths > 0, batch.sequence_sum(token_rewards), batch.rewards)
+    sums = batch.sequence_sum(token_rewards.double())
+    return torch.where(batch.lengths > 0, sums, batch.rewards.double())
