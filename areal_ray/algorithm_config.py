@@ -51,8 +51,9 @@ class CovarianceConfig(Section):
     fraction: Fraction = 0.0002
     """The part of a step's tokens that `clip_cov` and `kl_cov` hold back."""
     low: float = 1.0
+    """`clip_cov` chooses at random among the tokens whose covariance is above this"""
     high: float = 5.0
-    """`clip_cov` chooses at random among the tokens whose covariance lies between these."""
+    """and below this."""
     kl_coefficient: NotNegative = 1.0
     """How much `kl_cov` weighs the KL of the tokens it chose."""
 
@@ -78,20 +79,25 @@ class CorrectionConfig(Section):
     sequence_max: Positive = 2.0
     """`sequence_tis` truncates the product of a sequence's ratios here."""
     icepop_low: NotNegative = 0.5
+    """`icepop` rejects a token whose ratio is below this"""
     icepop_high: Positive = 5.0
-    """`icepop` rejects a token whose ratio is not between these."""
+    """or above this."""
     geometric_low: NotNegative = 0.9
+    """`geometric_rejection` rejects a sequence whose ratios' geometric mean is below this"""
     geometric_high: Positive = 1.1
-    """`geometric_rejection` rejects a sequence whose ratios' geometric mean is not between."""
+    """or above this."""
     sequence_low: NotNegative = 0.5
+    """`sequence_rejection` rejects a sequence whose ratios' product is below this"""
     sequence_high: Positive = 2.0
-    """`sequence_rejection` rejects a sequence whose ratios' product is not between."""
+    """or above this."""
 
 
 class KlConfig(Section):
     coefficient: NotNegative = 0.0
     """How much the KL to the reference policy, the model at the start, weighs. 0: there is none."""
     estimator: KlEstimator = "k3"
+    """k1: unbiased, noisy. k2: half its square. k3: unbiased, never negative. low_variance: k3,
+    bounded."""
     place: Literal["loss", "reward"] = "loss"
     """A term of the loss, or taken off each token's reward."""
 
@@ -100,6 +106,7 @@ class CriticConfig(Section):
     enabled: bool = False
     """Train a model of values beside the policy."""
     lr: Positive = 1e-5
+    """The critic's own learning rate."""
     clip: Positive | None = 0.2
     """How far a value may move from that at the beginning of the step."""
     gae_lambda: Discount | None = None
@@ -124,12 +131,14 @@ class AlgorithmConfig(Section):
     gamma: Discount = 1.0
     """The discount per token, for reinforce, reinforce_plus_plus and gae."""
     gae_lambda: Discount = 0.95
+    """For gae: 0 trusts the values, 1 the rewards."""
     loss: str = "ppo"
     """ppo, decoupled_ppo, gspo, cispo, sapo, geo_mean, clip_cov, kl_cov, dppo, or your own."""
     clip_low: Positive = 0.2
+    """How far below 1 a ratio may be. `gspo` wants far less (0.0003); `geo_mean` bounds the log
+    ratio (0.4); for `cispo`, 1 is no bound."""
     clip_high: Positive = 0.28
-    """How far below and above 1 a ratio may be. `gspo` wants far less (0.0003, 0.0004);
-    `geo_mean` takes both as bounds of the log ratio (0.4)."""
+    """How far above 1 a ratio may be. `gspo`: 0.0004; `geo_mean`: 0.4, of the log ratio."""
     dual_clip: Annotated[float, Meta(gt=1)] | None = None
     """For `ppo` and `decoupled_ppo`: with a negative advantage, no gradient past this ratio."""
     decoupled_max_weight: Positive | None = None
@@ -146,8 +155,11 @@ class AlgorithmConfig(Section):
     entropy_coefficient: NotNegative = 0.0
     """How much the policy's entropy is rewarded."""
     sapo: SapoConfig = SapoConfig()
+    """What `loss: sapo` reads."""
     covariance: CovarianceConfig = CovarianceConfig()
+    """What `clip_cov` and `kl_cov` read."""
     dppo: DppoConfig = DppoConfig()
+    """What `loss: dppo` reads."""
     correction: CorrectionConfig = CorrectionConfig()
     kl: KlConfig = KlConfig()
     critic: CriticConfig = CriticConfig()

@@ -88,7 +88,7 @@ CONFIGS = st.builds(
     st.sampled_from(
         [
             {},
-            {"correction": CorrectionConfig(apply=("icepop", "sequence_rejection"))},
+            {"correction": CorrectionConfig(apply=("sequence_rejection", "geometric_rejection"))},
             {"correction": CorrectionConfig(), "proximal": "interpolate"},
         ]
     ),
@@ -282,6 +282,15 @@ def test_functions_of_the_users_own_are_used_and_travel_by_value(
     logprobs = batch.behaviour_logprobs
     loss = policy_loss(prepared, recipe, logprobs, entropy=torch.full_like(logprobs, 3.0))
     assert loss.total.item() == pytest.approx(3 * logprobs.exp().mean().item())
+
+
+def test_two_that_weigh_by_the_same_ratio_are_refused() -> None:
+    twice = CorrectionConfig(apply=("token_tis", "icepop"))
+    with pytest.raises(ConfigError, match="token_tis, icepop would each weigh"):
+        Algorithm.of(changed(correction=twice))
+    once = CorrectionConfig(apply=("icepop",))
+    with pytest.raises(ConfigError, match="icepop, dppo would each weigh"):
+        Algorithm.of(changed(correction=once, loss="dppo"))
 
 
 def test_a_part_keeps_the_order_it_was_asked_for_and_moves_as_a_whole() -> None:

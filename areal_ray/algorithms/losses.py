@@ -68,6 +68,8 @@ class LossTraits:
     needs_proximal: bool = False
     """Can't do with `proximal: none`."""
     needs_entropy: bool = False
+    weighs: bool = False
+    """Holds the ratio to the policy that sampled: a correction must not weigh by it again."""
     select: Select | None = None
     """Gives `LossInputs.selected`."""
 
@@ -95,7 +97,7 @@ def ppo(inputs: LossInputs) -> LossOutputs:
     return LossOutputs(per_token=per_token, clipped=clipped)
 
 
-@POLICY_LOSSES.register("decoupled_ppo", LossTraits(needs_proximal=True))
+@POLICY_LOSSES.register("decoupled_ppo", LossTraits(needs_proximal=True, weighs=True))
 def decoupled_ppo(inputs: LossInputs) -> LossOutputs:
     """`ppo` around the proximal policy, weighted by proximal / behaviour: how far the step may go
     and who sampled are told apart. Batch Size-Invariance for Policy Optimization
@@ -133,12 +135,12 @@ def sapo(inputs: LossInputs) -> LossOutputs:
     options = inputs.options.sapo
     ratio = bounded_ratio(inputs.logprobs, inputs.old_logprobs)
     positive = inputs.advantages > 0
-    tau = torch.where(positive, options.tau_positive, options.tau_negative).to(ratio.dtype)
+    tau = torch.full_like(ratio, options.tau_negative).masked_fill(positive, options.tau_positive)
     gate = 4 / tau * torch.sigmoid(tau * (ratio - 1))
     return LossOutputs(per_token=-gate * inputs.advantages, clipped=torch.zeros_like(positive))
 
 
-@POLICY_LOSSES.register("dppo")
+@POLICY_LOSSES.register("dppo", LossTraits(weighs=True))
 def dppo(inputs: LossInputs) -> LossOutputs:
     """-stop(min(ratio, max_ratio)) * mask * A * log p, all against the policy that sampled.
 

@@ -92,6 +92,14 @@ class Algorithm:
             raise ConfigError(
                 f"algorithm.proximal: expected recompute or interpolate with `loss: {config.loss}`"
             )
+        weighing = [name for name in config.correction.apply if CORRECTIONS.traits(name).weighs]
+        if algorithm.loss_traits.weighs:
+            weighing.append(config.loss)
+        if len(weighing) > 1:
+            raise ConfigError(
+                f"algorithm.correction.apply: {', '.join(weighing)} would each weigh by proximal "
+                "over behaviour; expected at most one of them"
+            )
         return algorithm
 
     @property
