@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from areal_ray import algorithm_config
 from areal_ray.algorithms import ADVANTAGES, CORRECTIONS, POLICY_LOSSES, Algorithm
 from areal_ray.config import check, resolve
-from areal_ray.config_file import from_mapping
+from areal_ray.config_file import from_mapping, load, to_yaml
 from areal_ray.errors import ConfigError
 
 
@@ -155,6 +156,17 @@ def test_a_bad_value_is_refused_with_its_path(algorithm: dict, message: str) -> 
     with pytest.raises(ConfigError) as refused:
         config(algorithm)
     assert str(refused.value) == message
+
+
+def test_a_list_of_corrections_survives_being_written_and_read(tmp_path: Path) -> None:
+    names = ["icepop", "geometric_rejection"]
+    written = config({"proximal": "recompute", "correction": {"apply": names}})
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(written))
+    assert load(path) == written
+    assert load(path, ["algorithm.correction.apply=[token_tis]"]).algorithm.correction.apply == (
+        "token_tis",
+    )
 
 
 def test_what_the_config_knows_of_built_in_names_is_what_they_declare() -> None:

@@ -145,6 +145,23 @@ def test_a_padded_layout_gives_the_same_loss() -> None:
     torch.testing.assert_close(policy_loss(prepared, recipe, logprobs).total, padded)
 
 
+def test_the_example_that_explains_the_layout_is_true() -> None:
+    batch = StepBatch(
+        sequence_ids=torch.tensor([0, 0, 2, 2, 2, 3]),
+        group_ids=torch.tensor([7, 7, 7, 9]),
+        rewards=torch.tensor([1.0, 0.0, 0.5, 1.0]),
+        versions=torch.tensor([4, 4, 4, 5, 5, 5]),
+        version=6,
+        behaviour_logprobs=torch.full((6,), -1.0),
+    )
+    assert batch.staleness.tolist() == [2, 2, 2, 1, 1, 1]
+    assert batch.lengths.tolist() == [2, 0, 3, 1]
+    assert batch.group_mean(batch.rewards).tolist() == [0.5, 0.5, 0.5, 1.0]
+    prepared = prepare(batch, algorithm(AlgorithmConfig()))
+    assert prepared.advantages.tolist() == pytest.approx([1, 1, 0, 0, 0, 0], abs=1e-5)
+    assert prepared.token_weights.tolist() == pytest.approx([1 / 6] * 6)
+
+
 def test_the_loss_of_a_step_worked_by_hand() -> None:
     # Two samples of a prompt, rewards 1 and 0, of 1 and 2 tokens; dr_grpo: 1/2, -1/2, -1/2.
     # Proximal over behaviour is 1, 1, 2; token_tis truncates the last at 1.5. Now over proximal
