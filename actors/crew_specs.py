@@ -10,7 +10,7 @@ from areal_ray.actors.checkpoint_engine import ManagerSpec
 from areal_ray.actors.pool import Care
 from areal_ray.actors.rollout_controller import ControllerSpec
 from areal_ray.actors.rollout_worker import WorkerSpec
-from areal_ray.algorithms import ADVANTAGES, POLICY_LOSSES
+from areal_ray.algorithms import Algorithm
 from areal_ray.config import Config, RolloutConfig
 from areal_ray.generation.engine import EngineSpec
 from areal_ray.plugins import pack
@@ -101,9 +101,8 @@ def trainer_spec(config: Config, model_path: str) -> TrainerSpec:
         temperature=config.generation.temperature,
         seed=config.seed,
         trainer=config.trainer,
-        algorithm=config.algorithm,
-        packed_advantage=pack(ADVANTAGES[config.algorithm.advantage]),
-        packed_loss=pack(POLICY_LOSSES[config.algorithm.loss]),
+        steps=config.steps,
+        packed_algorithm=pack(Algorithm.of(config.algorithm)),
     )
 
 

@@ -194,7 +194,7 @@ class TrainerActor:
         return self._version
 
     def _train(self, groups: Sequence[TrajectoryGroup], step: int) -> StepMetrics:
-        metrics = self._started.train_on(groups)
+        metrics = self._started.train_on(groups, self._version)
         self._version = step
         return metrics
 

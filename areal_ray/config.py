@@ -27,6 +27,8 @@ from areal_ray.errors import ConfigError
 from areal_ray.types import Sampling
 from areal_ray.weights.update import KvAfterUpdate, StagingMode
 
+LrSchedule = Literal["constant", "linear", "cosine"]
+
 
 class ModelConfig(Section):
     path: str | None = None
@@ -135,14 +137,25 @@ class RolloutConfig(Section):
 class TrainerConfig(Section):
     groups_per_step: Count = 32
     """Groups in one optimizer step."""
+    mini_batches: Count = 1
+    """Optimizer steps on each batch: it is split into so many parts, of whole samples."""
+    epochs: Count = 1
+    """How often each batch is gone through."""
     lr: Positive = 1e-6
     lr_warmup_steps: CountOrZero = 10
+    """Steps over which the learning rate rises to `lr`."""
+    lr_schedule: LrSchedule = "constant"
+    """What it does then, until the last of `steps`."""
+    lr_floor: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """The part of `lr` that `linear` and `cosine` end with."""
     beta1: Decay = 0.9
     beta2: Decay = 0.95
     weight_decay: NotNegative = 0.0
     max_grad_norm: Positive = 1.0
     micro_batch_tokens: Count = 16384
     """Tokens in one forward and backward pass; the result does not depend on it."""
+    gradient_checkpointing: bool = False
+    """Compute the layers' activations again in the backward pass, instead of keeping them."""
     step_timeout_s: Positive = 1800.0
 
 

@@ -161,6 +161,8 @@ def _expected(kind: inspect.Type) -> str:
             return "text"
         case inspect.LiteralType():
             return "one of " + ", ".join(str(value) for value in kind.values)
+        case inspect.VarTupleType(item_type=item):
+            return f"a list, each item {_expected(item)}"
         case inspect.UnionType():
             return " or ".join(
                 "null" if isinstance(inner, inspect.NoneType) else _expected(inner)

@@ -20,7 +20,7 @@ import msgspec
 
 from areal_ray.actors.crew import Crew
 from areal_ray.actors.crew_specs import Task
-from areal_ray.algorithms import ADVANTAGES, POLICY_LOSSES
+from areal_ray.algorithms import Algorithm
 from areal_ray.config import Config, check, resolve
 from areal_ray.config_file import from_mapping
 from areal_ray.data import load_prompts
@@ -106,7 +106,7 @@ class Run:
         self._filter = load_filter(config.rollout.filter)
         self._make_model = _model_factory(config)
         # Looked up now, so that an unknown name is told before anything starts.
-        _ = ADVANTAGES[config.algorithm.advantage], POLICY_LOSSES[config.algorithm.loss]
+        Algorithm.of(config.algorithm)
 
     async def train(self) -> RunResult:
         """Train to the end, the goal, or the first Ctrl-C; raises what made it fail."""

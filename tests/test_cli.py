@@ -53,7 +53,7 @@ def config(tmp_path: Path, **sections: str) -> str:
         ),
         (
             {"algorithm": "{loss: ppp}"},
-            'algorithm.loss: expected one of ppo, got "ppp"; did you mean `ppo`?',
+            'got "ppp"; did you mean `ppo`?',
         ),
         ({"warmup": "{steps: 3}"}, "warmup.data: item 0 has no answer to teach: a"),
         ({"model": "{path: /}"}, "model.path: / holds no config.json"),

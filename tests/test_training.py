@@ -1,31 +1,48 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from areal_ray.algorithms import ADVANTAGES, POLICY_LOSSES, LossInputs, LossOutputs, PolicyLoss
-from areal_ray.config import AlgorithmConfig, TrainerConfig
+from areal_ray.algorithm_config import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    CriticConfig,
+    KlConfig,
+)
+from areal_ray.algorithms import Algorithm, LossInputs, LossOutputs, PolicyLoss
+from areal_ray.config import TrainerConfig
 from areal_ray.errors import TrainingError
 from areal_ray.plugins import pack as pack_function
+from areal_ray.training.learner import lr_scale
 from areal_ray.training.model import CausalModel
 from areal_ray.training.packing import LearnedSequence, pack
 from areal_ray.training.spec import TrainerSpec
+from areal_ray.training.step_data import step_data
 from areal_ray.training.trainer import PolicyTrainer
 from areal_ray.types import Prompt, Trajectory, TrajectoryGroup
 
 RNG = np.random.default_rng(0)
 
 
-def sequence(length: int, learned: int) -> LearnedSequence:
+def sequence(length: int, learned: int, first_column: int = 0) -> LearnedSequence:
     return LearnedSequence(
         token_ids=RNG.integers(2, 14, size=length).astype(np.int32),
         learned=np.arange(length) >= length - learned,
-        behaviour_logprobs=np.full(learned, -length, dtype=np.float32),
-        advantage=float(length),
+        first_column=first_column,
     )
+
+
+def sequences_of(*sizes: tuple[int, int]) -> list[LearnedSequence]:
+    """Of so many tokens and so many learned ones, their columns one after the other."""
+    made, first = [], 0
+    for length, learned in sizes:
+        made.append(sequence(length, learned, first))
+        first += learned
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +51,14 @@ def model(tiny_model: Path) -> CausalModel:
 
 
 def test_every_sequence_is_packed_once_within_the_budget() -> None:
-    sequences = [sequence(int(length), 2) for length in RNG.integers(3, 20, size=50)]
+    sequences = sequences_of(*((int(length), 2) for length in RNG.integers(3, 20, size=50)))
     batches = list(pack(sequences, budget_tokens=64))
     assert len(batches) > 1
     assert all(batch.input_ids.numel() <= 64 for batch in batches)
-    # Each sequence's advantage is its length: all of them are there, for 2 tokens each.
-    packed = sorted(a for batch in batches for a in batch.advantages.tolist())
-    assert packed == sorted(float(len(s.token_ids)) for s in sequences for _ in range(2))
+    assert sorted(c for batch in batches for c in batch.columns.tolist()) == list(range(100))
+    for batch in batches:
+        for target, column in zip(batch.targets.tolist(), batch.columns.tolist(), strict=True):
+            assert target == sequences[column // 2].token_ids[-2 + column % 2]
 
 
 def test_a_sequence_longer_than_the_budget_has_a_micro_batch_of_its_own() -> None:
@@ -57,17 +75,17 @@ def test_packing_wastes_little() -> None:
 
 @pytest.mark.parametrize("one_row", [False, True])
 def test_a_packed_sequence_has_the_logprobs_it_has_alone(model: CausalModel, one_row: bool) -> None:
-    sequences = [sequence(int(length), int(length) // 2) for length in (11, 7, 4, 9, 3, 5)]
+    sequences = sequences_of(*((length, length // 2) for length in (11, 7, 4, 9, 3, 5)))
     (together,) = pack(sequences, budget_tokens=1000, one_row=one_row)
     # 39 tokens: in one row, or in rows of 11: 11, 9, 7 + 4, 5 + 3.
     assert tuple(together.input_ids.shape) == ((1, 39) if one_row else (4, 11))
     packed = model.logprobs(together, temperature=0.7)
     for one in sequences:
-        length = len(one.token_ids)  # its advantage, by which it is found again
         logits = model.module(torch.tensor(one.token_ids[None], dtype=torch.long)).logits[0] / 0.7
         targets = torch.tensor(one.token_ids, dtype=torch.long)[1:, None]
         alone = logits[:-1].log_softmax(-1).gather(-1, targets).squeeze(-1)[one.learned[1:]]
-        mine = packed[together.advantages == length]
+        columns = one.first_column + torch.arange(int(one.learned.sum()))
+        mine = packed[torch.isin(together.columns, columns)]
         torch.testing.assert_close(mine, alone, atol=1e-5, rtol=0)
 
 
@@ -88,8 +106,14 @@ def test_logprobs_in_chunks_are_the_same(
 
 
 def trainer(
-    tiny_model: Path, loss: PolicyLoss = POLICY_LOSSES["ppo"], **changes: object
+    tiny_model: Path,
+    loss: PolicyLoss | None = None,
+    algorithm: AlgorithmConfig | None = None,
+    **changes: object,
 ) -> PolicyTrainer:
+    named = Algorithm.of(algorithm or AlgorithmConfig())
+    if loss is not None:
+        named = replace(named, loss=loss)
     return PolicyTrainer(
         TrainerSpec(
             model_path=str(tiny_model),
@@ -99,10 +123,9 @@ def trainer(
             max_prompt_tokens=8,
             temperature=1.0,
             seed=0,
-            trainer=TrainerConfig(lr=1e-2, lr_warmup_steps=0, **changes),
-            algorithm=AlgorithmConfig(),
-            packed_advantage=pack_function(ADVANTAGES["grpo"]),
-            packed_loss=pack_function(loss),
+            trainer=TrainerConfig(**({"lr": 1e-2, "lr_warmup_steps": 0} | changes)),
+            steps=100,
+            packed_algorithm=pack_function(named),
         )
     )
 
@@ -130,25 +153,138 @@ def group(group_id: int, rewards: list[float]) -> TrajectoryGroup:
 def test_a_step_does_not_depend_on_its_split_into_micro_batches(tiny_model: Path) -> None:
     groups = [group(i, [1.0, 0.0, 0.0, 1.0, 0.0]) for i in range(6)]
     whole, split = trainer(tiny_model), trainer(tiny_model, micro_batch_tokens=24)
-    first, second = whole.train_on(groups), split.train_on(groups)
+    first, second = whole.train_on(groups, 0), split.train_on(groups, 0)
     assert first.loss == pytest.approx(second.loss, abs=1e-6)
     assert first.grad_norm == pytest.approx(second.grad_norm, rel=1e-4)
     assert (first.tokens, first.clipped) == (second.tokens, second.clipped)
 
 
+EVERYTHING = AlgorithmConfig(
+    advantage="gae",
+    whiten="batch",
+    loss="decoupled_ppo",
+    proximal="recompute",
+    reduction="prompt_mean",
+    entropy_coefficient=0.01,
+    critic=CriticConfig(enabled=True, lr=1e-2),
+    kl=KlConfig(coefficient=0.1),
+    correction=CorrectionConfig(apply=("geometric_rejection",), geometric_low=0.2),
+)
+"""Every pass that there is."""
+
+
+def parameters(learner: PolicyTrainer) -> list[torch.Tensor]:
+    return [tensor.detach().clone() for tensor in learner._tensors()]
+
+
+def test_with_every_pass_there_is_a_step_does_not_depend_on_its_split(tiny_model: Path) -> None:
+    groups = [group(i, [1.0, 0.0, 0.0, 1.0, 0.0]) for i in range(6)]
+    whole = trainer(tiny_model, algorithm=EVERYTHING, epochs=2, mini_batches=3, lr=1e-3)
+    split = trainer(
+        tiny_model,
+        algorithm=EVERYTHING,
+        epochs=2,
+        mini_batches=3,
+        lr=1e-3,
+        micro_batch_tokens=24,
+    )
+    first, second = whole.train_on(groups, 3), split.train_on(groups, 3)
+    for name in ("loss", "grad_norm", "entropy", "value_loss", "kl_to_reference"):
+        assert getattr(first, name) == pytest.approx(getattr(second, name), rel=1e-3, abs=1e-6), (
+            name
+        )
+    assert first.mismatch == second.mismatch
+    assert first.value_loss > 0
+    assert first.entropy == pytest.approx(np.log(14), abs=0.3)  # of 14 tokens, hardly learnt
+
+
+def test_the_parts_of_a_batch_have_its_gradient_as_their_mean(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a step in between, as if the learning rate were zero."""
+    groups = [group(i, [1.0, 0.0, 0.0, 1.0]) for i in range(6)]
+    gradients: dict[int, list[torch.Tensor]] = {}
+    for parts in (1, 4):
+        learner = trainer(tiny_model, mini_batches=parts)
+        gradients[parts] = []
+
+        def note(scale: float, parts: int = parts, learner: PolicyTrainer = learner) -> float:
+            weight = learner.model.module.lm_head.weight
+            gradients[parts].append(weight.grad.clone())
+            weight.grad = None
+            return 0.0
+
+        monkeypatch.setattr(learner._policy, "step", note)
+        learner.train_on(groups, 0)
+    assert len(gradients[4]) == 4
+    mean = torch.stack(gradients[4]).mean(0)
+    torch.testing.assert_close(mean, gradients[1][0], atol=1e-6, rtol=1e-4)
+
+
+def test_the_reference_is_the_policy_that_reinforcement_learning_begins_with(
+    tiny_model: Path,
+) -> None:
+    learner = trainer(tiny_model, algorithm=AlgorithmConfig(kl=KlConfig(coefficient=0.1)))
+    learner.warm_up([Prompt(text="17+25=", answer="24")], steps=3, batch=4, lr=1e-2)
+    groups = [group(i, [1.0, 0.0]) for i in range(4)]
+    assert learner.train_on(groups, 0).kl_to_reference == pytest.approx(0.0, abs=1e-7)
+    assert learner.train_on(groups, 1).kl_to_reference > 1e-5
+
+
+def test_a_critic_learns_what_answers_are_worth(tiny_model: Path) -> None:
+    learner = trainer(
+        tiny_model,
+        algorithm=AlgorithmConfig(
+            advantage="gae",
+            gae_lambda=1.0,
+            critic=CriticConfig(enabled=True, lr=1e-2, clip=None),
+        ),
+    )
+    groups = [group(i, [1.0, 1.0]) for i in range(4)]
+    losses = [learner.train_on(groups, step).value_loss for step in range(12)]
+    assert losses[0] == pytest.approx(0.5)  # (0 - 1)^2 / 2
+    assert losses[-1] < 0.1
+
+
+def test_gradient_checkpointing_changes_no_gradient(tiny_model: Path) -> None:
+    groups = [group(i, [1.0, 0.0, 1.0]) for i in range(3)]
+    plain, saving = trainer(tiny_model), trainer(tiny_model, gradient_checkpointing=True)
+    assert saving.model.module.is_gradient_checkpointing
+    plain.train_on(groups, 0)
+    saving.train_on(groups, 0)
+    for one, other in zip(parameters(plain), parameters(saving), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        # Two steps up, then eight: level, or down to a tenth.
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 0.8875, 0.55, 0.1]),
+        # 0.1 + 0.9 * (1 + cos(pi / 8)) / 2, then half-way, then the end.
+        ("cosine", [0.5, 1.0, 0.1 + 0.9 * 0.9619398, 0.55, 0.1]),
+    ],
+)
+def test_the_learning_rate_follows_its_schedule(schedule, expected: list[float]) -> None:
+    scales = [lr_scale(schedule, step, warmup=2, total=10, floor=0.1) for step in (1, 2, 3, 6, 10)]
+    assert scales == pytest.approx(expected)
+
+
 def test_a_step_makes_rewarded_answers_likelier(tiny_model: Path) -> None:
     rewarded = group(0, [1.0, 0.0])
     learner = trainer(tiny_model)
-    batch = next(pack(learner._policy_sequences([rewarded]), budget_tokens=1000))
+    data = step_data([rewarded], 0)
+    batch = next(pack(data.sequences, budget_tokens=1000))
 
     def logprob_by_advantage() -> dict[bool, float]:
         with torch.no_grad():
             logprobs = learner.model.logprobs(batch, temperature=1.0)
-        good = batch.advantages > 0
+        good = data.batch.rewards[data.batch.sequence_ids[batch.columns]] > 0
         return {True: logprobs[good].mean().item(), False: logprobs[~good].mean().item()}
 
     before = logprob_by_advantage()
-    learner.train_on([rewarded])
+    learner.train_on([rewarded], 0)
     after = logprob_by_advantage()
     assert after[True] > before[True]
     assert after[False] < before[False]
@@ -160,7 +296,7 @@ def test_tokens_that_no_model_made_are_not_learned(tiny_model: Path) -> None:
     masked.response_mask[:] = False
     learner = trainer(tiny_model)
     others = sum(int(t.response_mask.sum()) for t in one.trajectories[1:])
-    assert learner.train_on([one]).tokens == others
+    assert learner.train_on([one], 0).tokens == others
 
 
 def test_a_loss_of_the_users_own_is_the_one_that_is_trained_with(tiny_model: Path) -> None:
@@ -170,7 +306,9 @@ def test_a_loss_of_the_users_own_is_the_one_that_is_trained_with(tiny_model: Pat
             clipped=torch.zeros_like(inputs.logprobs, dtype=torch.bool),
         )
 
-    assert trainer(tiny_model, constant).train_on([group(0, [1.0, 0.0])]).loss == 3.0
+    assert trainer(tiny_model, constant).train_on([group(0, [1.0, 0.0])], 0).loss == pytest.approx(
+        3.0
+    )
 
 
 def test_a_gradient_that_is_not_finite_is_not_stepped_on(tiny_model: Path) -> None:
@@ -183,7 +321,7 @@ def test_a_gradient_that_is_not_finite_is_not_stepped_on(tiny_model: Path) -> No
     learner = trainer(tiny_model, broken)
     before = [tensor.clone() for _, tensor in learner.model.named_parameters()]
     with pytest.raises(TrainingError, match="the gradient is not finite"):
-        learner.train_on([group(0, [1.0, 0.0])])
+        learner.train_on([group(0, [1.0, 0.0])], 0)
     after = [tensor for _, tensor in learner.model.named_parameters()]
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
@@ -207,7 +345,7 @@ def test_the_supervised_phase_teaches_the_answers(tiny_model: Path) -> None:
 
 def test_an_exported_model_is_the_trained_one(tiny_model: Path, tmp_path: Path) -> None:
     learner = trainer(tiny_model)
-    learner.train_on([group(0, [1.0, 0.0])])
+    learner.train_on([group(0, [1.0, 0.0])], 0)
     learner.export(tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").is_file()
     again = CausalModel(str(tmp_path / "out"), device=torch.device("cpu"), trust_remote_code=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 
@@ -20,7 +21,14 @@ _CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 class CausalModel:
-    def __init__(self, path: str, *, device: torch.device, trust_remote_code: bool) -> None:
+    def __init__(
+        self,
+        path: str,
+        *,
+        device: torch.device,
+        trust_remote_code: bool,
+        gradient_checkpointing: bool = False,
+    ) -> None:
         self.uses_flash_attention = device.type == "cuda"
         if os.path.isdir(path):
             os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -42,40 +50,76 @@ class CausalModel:
                     "way that the trainer does not follow"
                 )
         self.device = device
-        # Without dropout: the logprobs must be those of the policy that the engines serve.
-        self.module.eval()
+        # The logprobs must be those of the policy that the engines serve.
+        _switch_dropout_off(self.module)
+        self.module.train(gradient_checkpointing)
+        if gradient_checkpointing:
+            self.module.gradient_checkpointing_enable({"use_reentrant": False})
 
     def logprobs(self, batch: MicroBatch, *, temperature: float) -> Tensor:
         """Of each learned token, given what comes before it in its own sequence."""
-        with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
-            hidden = self.module.get_decoder()(
-                input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
-            ).last_hidden_state
-        before_targets = hidden.flatten(0, 1)[batch.predictors]
+        return self.token_statistics(batch, temperature=temperature, with_entropy=False)[0]
+
+    def token_statistics(
+        self, batch: MicroBatch, *, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The logprob of each learned token; the entropy of what could have stood there."""
+        before_targets = self.hidden_before(batch)
         pieces = zip(
             before_targets.split(LOGITS_CHUNK_TOKENS),
             batch.targets.split(LOGITS_CHUNK_TOKENS),
             strict=True,
         )
+        arguments = [(h, t, temperature, with_entropy) for h, t in pieces]
         if len(batch.targets) <= LOGITS_CHUNK_TOKENS:
-            return torch.cat([self._of_chunk(h, t, temperature) for h, t in pieces])
-        return torch.cat(
-            [checkpoint(self._of_chunk, h, t, temperature, use_reentrant=False) for h, t in pieces]
-        )
+            chunks = [self._of_chunk(*chunk) for chunk in arguments]
+        else:
+            chunks = [checkpoint(self._of_chunk, *c, use_reentrant=False) for c in arguments]
+        logprobs, entropies = zip(*chunks, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies) if with_entropy else None
+
+    def hidden_before(self, batch: MicroBatch) -> Tensor:
+        """The last state at the token before each learned one."""
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
+            hidden = self.module.get_decoder()(
+                input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
+            ).last_hidden_state
+        return hidden.flatten(0, 1)[batch.predictors]
 
     def save(self, directory: Path, dtype: torch.dtype) -> None:
         if dtype == torch.float32:
             self.module.save_pretrained(directory)
             return
-        copy = type(self.module)(self.module.config).to(dtype)
-        copy.load_state_dict(self.module.state_dict())
-        copy.save_pretrained(directory)
+        converted = type(self.module)(self.module.config).to(dtype)
+        converted.load_state_dict(self.module.state_dict())
+        converted.save_pretrained(directory)
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
         return list(self.module.named_parameters())
 
-    def _of_chunk(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    def frozen_copy(self) -> CausalModel:
+        """As it is now, and stays."""
+        twin = copy.copy(self)
+        twin.module = copy.deepcopy(self.module).requires_grad_(False)
+        return twin
+
+    def _of_chunk(
+        self, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
         head = self.module.get_output_embeddings()
         logits = head(hidden.to(head.weight.dtype)).float() / temperature
         chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
-        return chosen - logits.logsumexp(-1)
+        normalizer = logits.logsumexp(-1)
+        if not with_entropy:
+            return chosen - normalizer, None
+        expected = (torch.softmax(logits, -1) * logits).sum(-1)
+        return chosen - normalizer, normalizer - expected
+
+
+def _switch_dropout_off(module: torch.nn.Module) -> None:
+    """Also in training mode, which gradient checkpointing asks for."""
+    for part in module.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.0
+        elif isinstance(getattr(part, "attention_dropout", None), float):
+            part.attention_dropout = 0.0

@@ -26,22 +26,21 @@ class LearnedSequence:
 
     token_ids: np.ndarray
     learned: np.ndarray
-    behaviour_logprobs: np.ndarray
-    """One per learned token."""
-    advantage: float
+    first_column: int = 0
+    """Where its learned tokens begin in the columns of the step."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows for one pass. The last four are flat, one entry per learned token."""
+    """Rows for one pass. The last three are flat, one entry per learned token."""
 
     input_ids: Tensor
     position_ids: Tensor
     predictors: Tensor
     """Where in the flattened rows the token before each learned one stands."""
     targets: Tensor
-    behaviour_logprobs: Tensor
-    advantages: Tensor
+    columns: Tensor
+    """Where each stands in the columns of the step."""
 
     def to(self, device: torch.device) -> MicroBatch:
         return MicroBatch(*(getattr(self, name).to(device) for name in self.__annotations__))
@@ -85,7 +84,7 @@ def _lay_out(rows: list[list[LearnedSequence]]) -> MicroBatch:
     width = max(sum(len(sequence.token_ids) for sequence in row) for row in rows)
     input_ids = np.zeros((len(rows), width), dtype=np.int64)
     position_ids = np.zeros((len(rows), width), dtype=np.int64)
-    predictors, targets, logprobs, advantages = [], [], [], []
+    predictors, targets, columns = [], [], []
     for row_number, row in enumerate(rows):
         at = 0
         for sequence in row:
@@ -95,14 +94,12 @@ def _lay_out(rows: list[list[LearnedSequence]]) -> MicroBatch:
             learned = np.flatnonzero(sequence.learned)
             predictors.append(row_number * width + at + learned - 1)
             targets.append(sequence.token_ids[learned])
-            logprobs.append(sequence.behaviour_logprobs)
-            advantages.append(np.full(len(learned), sequence.advantage, dtype=np.float32))
+            columns.append(sequence.first_column + np.arange(len(learned)))
             at += size
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(position_ids),
         predictors=torch.from_numpy(np.concatenate(predictors)),
         targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)),
-        behaviour_logprobs=torch.from_numpy(np.concatenate(logprobs).astype(np.float32)),
-        advantages=torch.from_numpy(np.concatenate(advantages)),
+        columns=torch.from_numpy(np.concatenate(columns)),
     )

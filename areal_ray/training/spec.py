@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from areal_ray.config import AlgorithmConfig, TrainerConfig
+from areal_ray.config import TrainerConfig
 
 
 class TrainerSpec(msgspec.Struct, frozen=True):
@@ -17,14 +17,27 @@ class TrainerSpec(msgspec.Struct, frozen=True):
     temperature: float
     seed: int
     trainer: TrainerConfig
-    algorithm: AlgorithmConfig
-    packed_advantage: bytes
-    packed_loss: bytes
-    """The functions that `algorithm` names: a user's own exist in the driver alone."""
+    steps: int
+    """Of the whole run, for schedules."""
+    packed_algorithm: bytes
+    """An `algorithms.Algorithm`: a user's own functions exist in the driver alone."""
+
+
+class Mismatch(msgspec.Struct, frozen=True):
+    """How far the engines' probabilities were from the trainer's, and what was done about it."""
+
+    kl_k1: float
+    kl_k3: float
+    max_ratio: float
+    effective_sample_size: float
+    truncated: float
+    rejected: float
+    rejected_sequences: float
 
 
 class StepMetrics(msgspec.Struct, frozen=True):
-    """What one policy step measured. Means are over samples, fractions over learned tokens."""
+    """What one step measured: sums over the batch as the reduction weighs them, and parts of the
+    learned tokens. Of several passes over a batch, means."""
 
     loss: float
     grad_norm: float
@@ -32,5 +45,11 @@ class StepMetrics(msgspec.Struct, frozen=True):
     tokens: int
     clipped: float
     kl_to_behaviour: float
-    """k3 estimate of KL(behaviour || current): how far off-policy the batch was."""
+    """k3 estimate of KL(behaviour || current) on the first pass: how far off-policy the batch
+    was."""
     seconds: float
+    kl_to_reference: float | None = None
+    """As it is in the loss."""
+    entropy: float | None = None
+    value_loss: float | None = None
+    mismatch: Mismatch | None = None

@@ -1,28 +1,47 @@
 """One rank of the trainer: forward, backward, step. Knows nothing of Ray or event loops.
 
-Supervised and policy steps are the same step with another loss per token. Every method blocks
-while it computes: the actor calls them in a thread.
+A policy step, on one batch:
+
+    columns     of the batch, and those that take a pass (proximal, reference, values)
+    prepare     all that depends on more than one sample, from the whole batch, once
+    learn       `epochs` times over `mini_batches` parts; each in micro-batches, then an
+                optimizer step
+
+A supervised step is the same without the first two. Every method blocks while it computes: the
+actor calls them in a thread.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from areal_ray.algorithms import Advantage, LossInputs, PolicyLoss
+from areal_ray.algorithms import (
+    Algorithm,
+    PreparedStep,
+    StepBatch,
+    policy_loss,
+    prepare,
+    value_loss,
+)
 from areal_ray.data.tokenizer import PromptTokenizer
-from areal_ray.errors import TrainingError
 from areal_ray.plugins import unpack
+from areal_ray.training.learner import Learner, lr_scale
 from areal_ray.training.model import CausalModel
 from areal_ray.training.packing import LearnedSequence, MicroBatch, pack
 from areal_ray.training.residence import Residence
-from areal_ray.training.spec import StepMetrics, TrainerSpec
-from areal_ray.types import Prompt, TokenIds, Trajectory, TrajectoryGroup
+from areal_ray.training.spec import Mismatch, StepMetrics, TrainerSpec
+from areal_ray.training.step_data import StepData, step_data
+from areal_ray.training.tally import Tally
+from areal_ray.training.value_model import ValueModel
+from areal_ray.types import Prompt, TokenIds, TrajectoryGroup, WeightVersion
 
 WARMUP_LR_STEPS = 20
 
@@ -31,19 +50,25 @@ class PolicyTrainer:
     def __init__(self, spec: TrainerSpec) -> None:
         torch.manual_seed(spec.seed)
         self._spec = spec
-        self._advantage: Advantage = unpack(spec.packed_advantage)
-        self._loss: PolicyLoss = unpack(spec.packed_loss)
-        self.model = CausalModel(
-            spec.model_path,
-            device=torch.device(spec.device),
-            trust_remote_code=spec.trust_remote_code,
-        )
+        self._algorithm: Algorithm = unpack(spec.packed_algorithm)
+        self.model = self._new_model()
         self.tokenizer = PromptTokenizer(
             spec.model_path,
             trust_remote_code=spec.trust_remote_code,
             max_tokens=spec.max_prompt_tokens,
         )
-        self._optimizer = self._new_optimizer(spec.trainer.lr)
+        self._policy = Learner(
+            list(self.model.module.parameters()), spec.trainer, lr=spec.trainer.lr
+        )
+        self._reference: CausalModel | None = None
+        """Made when reinforcement learning begins: what supervision taught is part of it."""
+        self._critic: ValueModel | None = None
+        self._critic_learner: Learner | None = None
+        if self._algorithm.needs.values:
+            self._critic = ValueModel(self._new_model())
+            self._critic_learner = self._new_learner(
+                self._critic.module, self._algorithm.config.critic.lr
+            )
         self._steps = 0
         self.residence = Residence(self.model.device, self._tensors)
 
@@ -57,55 +82,49 @@ class PolicyTrainer:
             _supervised_sequence(question, answer)
             for question, answer in self.tokenizer.encode_demonstrations(prompts)
         ]
-        optimizer, loss = self._new_optimizer(lr), float("nan")
+        learner = self._new_learner(self.model.module, lr)
+        loss = float("nan")
         for step in range(steps):
-            chosen = rng.integers(len(sequences), size=batch)
-            scale = min(1.0, (step + 1) / WARMUP_LR_STEPS) * (1 - step / steps)
-            loss, _ = self._step(
-                optimizer,
-                lr * scale,
-                [sequences[i] for i in chosen],
-                lambda _, logprobs: -logprobs,
-                temperature=1.0,
-            )
+            chosen = [sequences[i] for i in rng.integers(len(sequences), size=batch)]
+            tokens = max(1, sum(int(sequence.learned.sum()) for sequence in chosen))
+            loss = 0.0
+            for part in self._micro_batches(chosen):
+                share = -self.model.logprobs(part, temperature=1.0).sum() / tokens
+                share.backward()
+                loss += float(share.detach())
+            learner.step(min(1.0, (step + 1) / WARMUP_LR_STEPS) * (1 - step / steps))
         return loss
 
-    def train_on(self, groups: Sequence[TrajectoryGroup]) -> StepMetrics:
-        """One optimizer step on these groups."""
+    def train_on(self, groups: Sequence[TrajectoryGroup], version: WeightVersion) -> StepMetrics:
+        """Learn from these groups. `version`: of the weights as they are now."""
         began = time.perf_counter()
-        tally = _Tally()
-
-        def policy_loss(batch: MicroBatch, logprobs: Tensor) -> Tensor:
-            outputs = self._loss(
-                LossInputs(
-                    logprobs=logprobs,
-                    behaviour_logprobs=batch.behaviour_logprobs,
-                    advantages=batch.advantages,
-                    clip_low=self._spec.algorithm.clip_low,
-                    clip_high=self._spec.algorithm.clip_high,
-                )
-            )
-            tally.add(outputs.clipped, logprobs.detach() - batch.behaviour_logprobs)
-            return outputs.per_token
-
+        data = step_data(groups, version)
+        step = prepare(self._with_passes(data), self._algorithm)
         self._steps += 1
         config = self._spec.trainer
-        lr = config.lr * min(1.0, self._steps / max(1, config.lr_warmup_steps))
-        loss, grad_norm = self._step(
-            self._optimizer,
-            lr,
-            self._policy_sequences(groups),
-            policy_loss,
-            temperature=self._spec.temperature,
+        scale = lr_scale(
+            config.lr_schedule,
+            self._steps,
+            warmup=config.lr_warmup_steps,
+            total=self._spec.steps,
+            floor=config.lr_floor,
         )
+        tally = Tally(updates=config.epochs * config.mini_batches)
+        rng = np.random.default_rng((self._spec.seed, self._steps))
+        for epoch in range(config.epochs):
+            order = rng.permutation(len(data.sequences))
+            for part in np.array_split(order, config.mini_batches):
+                chosen = [data.sequences[i] for i in part]
+                self._update(chosen, step, scale, tally, is_first_epoch=epoch == 0)
+        mismatch = step.diagnostics
         return StepMetrics(
-            loss=loss,
-            grad_norm=grad_norm,
-            lr=lr,
-            tokens=tally.tokens,
-            clipped=tally.clipped / max(1, tally.tokens),
-            kl_to_behaviour=tally.kl / max(1, tally.tokens),
+            lr=config.lr * scale,
+            tokens=data.batch.tokens,
             seconds=time.perf_counter() - began,
+            mismatch=mismatch and msgspec.convert(mismatch, Mismatch, from_attributes=True),
+            **tally.means(
+                has_kl=self._algorithm.needs.reference, has_entropy=self._algorithm.needs.entropy
+            ),
         )
 
     def export(self, directory: Path) -> None:
@@ -113,96 +132,99 @@ class PolicyTrainer:
         self.model.save(directory, getattr(torch, self._spec.dtype))
         self.tokenizer.save(directory)
 
-    def _step(
+    def _update(
         self,
-        optimizer: torch.optim.Optimizer,
-        lr: float,
         sequences: Sequence[LearnedSequence],
-        loss_per_token: Callable[[MicroBatch, Tensor], Tensor],
+        step: PreparedStep,
+        scale: float,
+        tally: Tally,
         *,
-        temperature: float,
-    ) -> tuple[float, float]:
-        """The mean loss over all learned tokens, and the norm of its gradient."""
-        tokens = max(1, sum(int(s.learned.sum()) for s in sequences))
-        total = 0.0
+        is_first_epoch: bool,
+    ) -> None:
+        """One optimizer step. The part of the batch stands for all of it: its share of the loss
+        times the number of parts, so that the parts' gradients have the batch's as their mean."""
+        parts = self._spec.trainer.mini_batches
+        for batch in self._micro_batches(sequences):
+            part = step.take(batch.columns.cpu()).to(self.model.device)
+            logprobs, entropy = self.model.token_statistics(
+                batch,
+                temperature=self._spec.temperature,
+                with_entropy=self._algorithm.needs.entropy,
+            )
+            loss = policy_loss(part, self._algorithm, logprobs, entropy)
+            (parts * loss.total).backward()
+            tally.policy(loss, parts)
+            if is_first_epoch:
+                tally.off_policy(logprobs.detach() - part.behaviour_logprobs)
+            if self._critic is not None:
+                values = value_loss(part, self._algorithm, self._critic.values(batch))
+                (parts * values.total).backward()
+                tally.critic(values, parts)
+        tally.stepped(self._policy.step(scale))
+        if self._critic_learner is not None:
+            self._critic_learner.step(scale)
+
+    def _with_passes(self, data: StepData) -> StepBatch:
+        """The columns that the algorithm asks for, and no pass that it does not."""
+        needs, columns = self._algorithm.needs, {}
+        temperature = self._spec.temperature
+        if needs.proximal:
+            columns["proximal_logprobs"] = self._column(
+                data, lambda batch: self.model.logprobs(batch, temperature=temperature)
+            )
+        if needs.reference:
+            self._reference = self._reference or self.model.frozen_copy()
+            reference = self._reference
+            columns["reference_logprobs"] = self._column(
+                data, lambda batch: reference.logprobs(batch, temperature=temperature)
+            )
+        if self._critic is not None:
+            columns["values"] = self._column(data, self._critic.values)
+        return replace(data.batch, **columns)
+
+    @torch.no_grad()
+    def _column(self, data: StepData, compute: Callable[[MicroBatch], Tensor]) -> Tensor:
+        column = torch.zeros(data.batch.tokens)
+        for batch in self._micro_batches(data.sequences):
+            column[batch.columns.cpu()] = compute(batch).float().cpu()
+        return column
+
+    def _micro_batches(self, sequences: Sequence[LearnedSequence]) -> Iterator[MicroBatch]:
         for batch in pack(
             sequences,
             budget_tokens=self._spec.trainer.micro_batch_tokens,
             one_row=self.model.uses_flash_attention,
         ):
-            batch = batch.to(self.model.device)
-            logprobs = self.model.logprobs(batch, temperature=temperature)
-            loss = loss_per_token(batch, logprobs).sum() / tokens
-            loss.backward()
-            total += float(loss.detach())
-        norm = torch.nn.utils.clip_grad_norm_(
-            self.model.module.parameters(), self._spec.trainer.max_grad_norm
-        )
-        if not torch.isfinite(norm):
-            raise TrainingError(f"the gradient is not finite (norm {norm}, loss {total})")
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return total, float(norm)
-
-    def _policy_sequences(self, groups: Sequence[TrajectoryGroup]) -> list[LearnedSequence]:
-        trajectories = [t for group in groups for t in group.trajectories]
-        group_ids = [group.group_id for group in groups for _ in group.trajectories]
-        advantages = self._advantage(
-            torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
-            torch.tensor(group_ids),
-        )
-        return [
-            _policy_sequence(trajectory, advantage)
-            for trajectory, advantage in zip(trajectories, advantages.tolist(), strict=True)
-        ]
+            yield batch.to(self.model.device)
 
     def _tensors(self) -> Iterator[Tensor]:
         """All that a step needs on the device."""
-        yield from self.model.module.parameters()
-        yield from self.model.module.buffers()
-        for state in self._optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor))
+        modules = [self.model.module]
+        if self._reference is not None:
+            modules.append(self._reference.module)
+        if self._critic is not None:
+            modules.append(self._critic.module)
+        for module in modules:
+            yield from module.parameters()
+            yield from module.buffers()
+        for learner in (self._policy, self._critic_learner):
+            if learner is not None:
+                yield from learner.tensors()
 
-    def _new_optimizer(self, lr: float) -> torch.optim.Optimizer:
-        config = self._spec.trainer
-        return torch.optim.AdamW(
-            self.model.module.parameters(),
-            lr=lr,
-            betas=(config.beta1, config.beta2),
-            weight_decay=config.weight_decay,
-            fused=True,
+    def _new_learner(self, module: torch.nn.Module, lr: float) -> Learner:
+        return Learner(list(module.parameters()), self._spec.trainer, lr=lr)
+
+    def _new_model(self) -> CausalModel:
+        return CausalModel(
+            self._spec.model_path,
+            device=torch.device(self._spec.device),
+            trust_remote_code=self._spec.trust_remote_code,
+            gradient_checkpointing=self._spec.trainer.gradient_checkpointing,
         )
-
-
-class _Tally:
-    """Sums over the learned tokens of a step, whatever its split into micro-batches."""
-
-    def __init__(self) -> None:
-        self.tokens, self.clipped, self.kl = 0, 0.0, 0.0
-
-    def add(self, clipped: Tensor, log_ratio: Tensor) -> None:
-        self.tokens += clipped.numel()
-        self.clipped += float(clipped.sum())
-        self.kl += float((log_ratio.exp() - 1 - log_ratio).sum())
 
 
 def _supervised_sequence(question: TokenIds, answer: TokenIds) -> LearnedSequence:
     return LearnedSequence(
         token_ids=np.concatenate([question, answer]),
         learned=np.repeat([False, True], [len(question), len(answer)]),
-        behaviour_logprobs=np.zeros(len(answer), dtype=np.float32),
-        advantage=1.0,
-    )
-
-
-def _policy_sequence(trajectory: Trajectory, advantage: float) -> LearnedSequence:
-    made = trajectory.response_mask
-    not_prompt = np.concatenate([np.zeros(len(trajectory.prompt_ids), dtype=np.bool_), made])
-    return LearnedSequence(
-        token_ids=np.concatenate([trajectory.prompt_ids, trajectory.response_ids]),
-        learned=not_prompt,
-        behaviour_logprobs=trajectory.logprobs[made],
-        advantage=advantage,
     )

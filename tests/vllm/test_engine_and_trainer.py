@@ -48,8 +48,6 @@ def trainer_logprobs(
     sequence = LearnedSequence(
         token_ids=np.concatenate([prompt_ids, completion.token_ids]),
         learned=np.repeat([False, True], [len(prompt_ids), len(completion.token_ids)]),
-        behaviour_logprobs=completion.logprobs,
-        advantage=0.0,
     )
     (batch,) = pack([sequence], budget_tokens=1000)
     with torch.no_grad():

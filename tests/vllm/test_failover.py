@@ -121,8 +121,6 @@ def logprobs(model: Path, asked: GenerationRequest, completion: Completion) -> n
     sequence = LearnedSequence(
         token_ids=np.concatenate([prompt_ids, completion.token_ids]),
         learned=np.repeat([False, True], [len(prompt_ids), len(completion.token_ids)]),
-        behaviour_logprobs=completion.logprobs,
-        advantage=0.0,
     )
     (batch,) = pack([sequence], budget_tokens=2 * LENGTH)
     causal = CausalModel(str(model), device=torch.device("cpu"), trust_remote_code=False)

@@ -260,8 +260,6 @@ def test_what_old_weights_cached_is_no_part_of_a_new_prompt(
         sequence = LearnedSequence(
             token_ids=ids,
             learned=np.repeat([False, True], [len(prompt), 4]),
-            behaviour_logprobs=completion.logprobs,
-            advantage=0.0,
         )
         (batch,) = pack([sequence], budget_tokens=1000)
         with torch.no_grad():
