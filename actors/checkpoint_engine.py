@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from areal_ray.actors.calls import end_process
 from areal_ray.errors import TrainerLost, described
@@ -143,5 +143,5 @@ class _Trainer:
     async def _unless_dead(self, call: Awaitable[T]) -> T:
         try:
             return await call
-        except ActorDiedError as error:
+        except (ActorDiedError, ActorUnavailableError) as error:
             raise TrainerLost(f"the trainer is lost: {described(error)}") from error

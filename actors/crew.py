@@ -8,19 +8,19 @@ the queue is reopened by it, and the controller itself is attached again from he
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 import ray
-from ray.actor import ActorHandle, ActorMethod
+from ray.actor import ActorHandle
 
 from areal_ray import logs
 from areal_ray.actors.calls import ASK_TIMEOUT_S, ON_ITS_WAY_BACK, until_back
 from areal_ray.actors.checkpoint_engine import CheckpointEngineManager, UpdateReport
+from areal_ray.actors.checkpointing import Checkpointing
 from areal_ray.actors.crew_specs import (
     Task,
     controller_spec,
@@ -37,13 +37,15 @@ from areal_ray.actors.rehearsal import PacedTrainer, Rehearsal
 from areal_ray.actors.rollout_controller import Evaluation, RolloutController, RolloutStatus
 from areal_ray.actors.rollout_worker import RolloutWorker
 from areal_ray.actors.trainer import TrainerActor, TrainReport
+from areal_ray.actors.trainer_calls import TrainerCalls
 from areal_ray.actors.trajectory_queue import QueueStatus, TrajectoryQueue
+from areal_ray.checkpoints import Checkpoint
 from areal_ray.config import Config
 from areal_ray.deadlines import within
 from areal_ray.errors import PlacementError
 from areal_ray.placement import Reservation, Slot, engine_plan, reserve
-from areal_ray.restoring import Undo
 from areal_ray.types import Prompt, WeightVersion
+from areal_ray.weights.transaction import LostEngine
 
 T = TypeVar("T")
 
@@ -69,9 +71,11 @@ class Crew:
         run_dir: Path,
         seats: Reservation,
         rehearsal: Rehearsal | None = None,
+        resumed: Checkpoint | None = None,
     ) -> None:
-        """Make the actors. None of them does anything yet."""
+        """Make the actors. None of them does anything yet. `resumed`: what they take up again."""
         self._config = config
+        self._resumed = resumed
         self._rehearsal = rehearsal
         self._task = task
         self._model_path = model_path
@@ -95,17 +99,29 @@ class Crew:
             window=window_of(rollout),
         )
         (trainer_slot,) = seats.slots("trainer")
-        if rehearsal is None:
-            self.trainer = TrainerActor.options(name="trainer", **vars(trainer_slot)).remote(
-                trainer_spec(config, model_path), self.queue, str(run_dir)
+        trainer = TrainerActor if rehearsal is None else PacedTrainer
+        self.trainer = trainer.options(
+            name="trainer",
+            # None, if there is nothing that it could go on from.
+            max_restarts=config.trainer.max_restarts if config.checkpoint.every else 0,
+            **vars(trainer_slot),
+        ).remote(
+            *(
+                (trainer_spec(config, model_path), self.queue, str(run_dir))
+                if rehearsal is None
+                else (rehearsal.step_s, self.queue)
             )
-        else:
-            self.trainer = PacedTrainer.options(name="trainer", **vars(trainer_slot)).remote(
-                rehearsal.step_s, self.queue
-            )
+        )
         self.manager = CheckpointEngineManager.options(
             name="checkpoint-engine-manager", num_cpus=0
         ).remote(self.trainer, manager_spec(config))
+        self._trainer_calls = TrainerCalls(
+            config,
+            self.trainer,
+            self.manager,
+            shared_gpus=self._shared_gpus,
+            tell_lost=self._tell_lost,
+        )
         self._workers = {
             name: RolloutWorker.options(
                 name=name, num_cpus=0, max_concurrency=self._calls_at_once, max_restarts=-1
@@ -118,6 +134,14 @@ class Crew:
             max_concurrency=self._calls_at_once,
             max_restarts=MAX_CONTROL_RESTARTS,
         ).remote(controller_spec(config, run_dir))
+        self.checkpointing = Checkpointing(
+            config.checkpoint,
+            run_dir,
+            controller=self.controller,
+            queue=self.queue,
+            trainer=self.trainer,
+            trainer_calls=self._trainer_calls,
+        )
         # Last: Ray starts processes one after the other, and there may be many of these.
         for slot in seats.slots("engine"):
             self._make_engine(slot, None)
@@ -130,6 +154,8 @@ class Crew:
         """Engines, workers and trainer side by side (the trainer with its supervised phase);
         then the engines get its weights, and rollout begins. `say` hears what is done."""
         self._prompts = await asyncio.to_thread(ray.put, self._task.prompts)
+        if self._resumed is not None:
+            await self.checkpointing.take_up_rollouts(self._resumed)
         await self._attach()
         # A start that fails ends the wait for the others.
         watching = asyncio.ensure_future(self.watch())
@@ -156,37 +182,19 @@ class Crew:
         return report
 
     async def train_step(self, step: int, version: WeightVersion) -> TrainReport:
-        """Wait for a batch that is fresh enough at this version, and learn from it: while the
-        engines go on or, where they share devices with the trainer, while they rest."""
-        await self._ask_trainer(
-            self.trainer.take_batch.remote(version), f"waiting for the batch of step {step}"
-        )
-        async with self._trainers_turn():
-            return await self._ask_trainer(self.trainer.train_step.remote(step), f"step {step}")
+        """Learn from the next batch that is fresh enough at this version: while the engines go on
+        or, where they share devices with the trainer, while they rest."""
+        return await self._trainer_calls.step(step, version)
 
-    @contextlib.asynccontextmanager
-    async def _trainers_turn(self) -> AsyncIterator[None]:
-        """The devices are the trainer's; afterwards, whatever happened, the engines'."""
-        if not self._config.generation.colocated:
-            yield
-            return
-        async with Undo(timeout_s=update_timeout_s(self._config)) as undo:
-            undo.later(
-                "the end of the trainer's turn",
-                lambda: self._change_turns(self.manager.end_trainers_turn),
-            )
-            await self._change_turns(self.manager.begin_trainers_turn)
-            yield
-
-    async def _change_turns(self, call: ActorMethod) -> None:
-        lost = await within(
-            update_timeout_s(self._config),
-            call.remote(),
-            who="the checkpoint engine manager",
-            doing="changing turns between trainer and engines",
-        )
-        if lost:
-            await self._ask_controller(lambda: self.controller.engines_lost.remote(lost))
+    async def recover_trainer(self, version: WeightVersion) -> Checkpoint:
+        """It died: it takes up the last checkpoint, and its weights, which are others than those
+        that serve, become `version` everywhere."""
+        await self._trainer_calls.until_there()
+        checkpoint = await asyncio.to_thread(self.checkpointing.store.latest)
+        async with self._trainer_calls.turn():
+            await self._trainer_calls.start(checkpoint.directory, version)
+        await self.update_weights(version)
+        return checkpoint
 
     async def resize(self, engines: int) -> None:
         """Grow or shrink the pool to so many engines, while it works: a new one takes work once
@@ -338,7 +346,7 @@ class Crew:
         await self._ask_controller(tell, timeout_s=self._config.generation.startup_timeout_s)
 
     async def _start(self, say: Callable[[str], None]) -> None:
-        async with self._trainers_turn():
+        async with self._trainer_calls.turn():
             await self._start_trainer(say)
         self._has_started = True
         await self._ask_controller(self.controller.start.remote)
@@ -349,19 +357,15 @@ class Crew:
         say(f"{len(self._engines)} engines serve")
 
     async def _start_trainer(self, say: Callable[[str], None]) -> None:
-        warmup = self._config.warmup
-        await within(
-            self._config.generation.startup_timeout_s,
-            self.trainer.start.remote(await self._shared_gpus()),
-            who="the trainer",
-            doing="start",
-        )
+        resumed, warmup = self._resumed, self._config.warmup
+        if resumed is not None:
+            await self._trainer_calls.start(resumed.directory, resumed.manifest.version)
+            say(f"the trainer is up, as it was after step {resumed.step}")
+            return
+        await self._trainer_calls.start(None, 0)
         say("the trainer is up")
         if warmup.steps:
-            loss = await self._ask_trainer(
-                self.trainer.warm_up.remote(self._task.demonstrations, warmup),
-                "the supervised warm-up",
-            )
+            loss = await self._trainer_calls.warm_up(self._task.demonstrations, warmup)
             say(f"{warmup.steps} supervised steps done, loss {loss:.3f}")
 
     async def _shared_gpus(self) -> list[str] | None:
@@ -376,13 +380,8 @@ class Crew:
             doing="telling its GPUs",
         )
 
-    async def _ask_trainer(self, call: Awaitable[T], doing: str) -> T:
-        return await within(
-            self._config.trainer.step_timeout_s,
-            call,
-            who="the trainer",
-            doing=f"{doing} (trainer.step_timeout_s)",
-        )
+    async def _tell_lost(self, lost: Sequence[LostEngine]) -> None:
+        await self._ask_controller(lambda: self.controller.engines_lost.remote(lost))
 
     async def _ask_controller(
         self, call: Callable[[], Awaitable[object]], *, timeout_s: float = ASK_TIMEOUT_S

@@ -35,6 +35,10 @@ class Task:
     packed_filter: bytes
 
 
+def journal_path(run_dir: Path) -> Path:
+    return run_dir / "rollout.journal"
+
+
 def engine_name(index: int) -> str:
     return f"engine-{index}"
 
@@ -162,7 +166,7 @@ def controller_spec(config: Config, run_dir: Path) -> ControllerSpec:
         max_filtered_in_a_row=rollout.max_filtered_in_a_row,
         shuffle=config.data.shuffle,
         seed=config.seed,
-        journal=str(run_dir / "rollout.journal"),
+        journal=str(journal_path(run_dir)),
         tensor_parallel=config.generation.tensor_parallel,
         is_colocated=config.generation.colocated,
         startup_timeout_s=config.generation.startup_timeout_s,

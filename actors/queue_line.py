@@ -21,7 +21,6 @@ from areal_ray.actors.bookkeeper import Bookkeeper
 from areal_ray.actors.calls import ASK_TIMEOUT_S, RETRY_EVERY_S, until_back
 from areal_ray.actors.trajectory_queue import QueueNews
 from areal_ray.changes import Changes
-from areal_ray.deadlines import within
 
 T = TypeVar("T")
 
@@ -91,16 +90,17 @@ class QueueLine:
         self.incarnation = news.incarnation
 
     async def _open(self, news: QueueNews) -> None:
-        """The queue is new. What one before it held is lost but for what the trainer has."""
-        in_hand = await within(
+        """The queue is new. What one before it held is lost but for what the trainer has, and what
+        this one begins with."""
+        in_hand = await until_back(
             ASK_TIMEOUT_S,
-            self._trainer.queue_restarted.remote(news.incarnation),
+            partial(self._trainer.queue_restarted.remote, news.incarnation),
             who="the trainer",
             doing="telling which groups it holds",
         )
-        for group_id in in_hand:
+        for group_id in (*in_hand, *news.held):
             self._take_as_accepted(group_id)
-        lost = set(self._book.accepted).difference(in_hand)
+        lost = set(self._book.accepted).difference(in_hand, news.held)
         for group_id in sorted(lost, reverse=True):
             self._book.expire(group_id)
         if lost:

@@ -8,12 +8,16 @@ and through faults that a real engine can't be asked for.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 import ray
 from ray.actor import ActorHandle
 
 from areal_ray.actors.batches import Batches
+from areal_ray.actors.trajectory_queue import Place, read_places
+from areal_ray.checkpoints import write_groups
 from areal_ray.generation.simulated import SimulatedSpec
 from areal_ray.observability.loop_health import LoopHealth
 from areal_ray.types import WeightVersion
@@ -45,8 +49,22 @@ class PacedTrainer:
         self._loop_health = LoopHealth(who="the paced trainer")
         self._loop_health.start()
 
-    async def start(self, gpus: list[str] | None) -> None:
+    async def is_there(self) -> None:
         pass
+
+    async def start(
+        self, gpus: list[str] | None, checkpoint: str | None, version: WeightVersion
+    ) -> None:
+        self._version = version
+
+    async def take_snapshot(self) -> None:
+        pass
+
+    async def write_snapshot(self, directory: str) -> None:
+        await asyncio.to_thread(Path(directory).mkdir)
+
+    async def write_groups(self, places: Sequence[Place], path: str) -> None:
+        await asyncio.to_thread(write_groups, Path(path), await read_places(places))
 
     async def move_in(self) -> None:
         pass
@@ -60,7 +78,7 @@ class PacedTrainer:
     async def train_step(self, step: int) -> PacedReport:
         batch = self._batches.taken
         await asyncio.sleep(self._step_s)
-        self._version = step
+        self._version += 1
         await self._batches.done(batch)
         oldest = min(group.summary().oldest_version for group in batch.groups)
         return PacedReport(step=step, group_ids=batch.group_ids, oldest_version=oldest)

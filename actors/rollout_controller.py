@@ -38,7 +38,7 @@ from areal_ray.errors import (
 )
 from areal_ray.fleet import MemberStatus
 from areal_ray.observability.loop_health import LoopHealth, LoopReport
-from areal_ray.rollout_book import RolloutBook, Ticket
+from areal_ray.rollout_book import BookState, RolloutBook, Ticket
 from areal_ray.staleness import LedgerCounts
 from areal_ray.tasks import Ended, TaskRunner
 from areal_ray.types import GroupOutcome, GroupSummary, Prompt, Sampling, WeightVersion
@@ -211,6 +211,11 @@ class RolloutController:
         """These groups can't expire any more: their prompts need not be kept."""
         self._book.trained(group_ids)
         await self._bookkeeper.write()
+
+    async def book_state(self) -> BookState:
+        """All that is known of every group, for a checkpoint."""
+        await self._bookkeeper.write()
+        return self._book.state
 
     async def engine(self, name: str) -> ActorHandle:
         """For a worker that does not know it yet."""

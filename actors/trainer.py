@@ -19,6 +19,8 @@ import ray
 from ray.actor import ActorHandle
 
 from areal_ray.actors.batches import Batch, Batches
+from areal_ray.actors.trajectory_queue import Place, read_places
+from areal_ray.checkpoints import open_checkpoint, write_groups
 from areal_ray.config import WarmupConfig
 from areal_ray.observability.jsonl import JsonlWriter
 from areal_ray.observability.loop_health import LoopHealth, LoopReport
@@ -28,6 +30,7 @@ from areal_ray.types import Prompt, TrajectoryGroup, WeightVersion
 from areal_ray.weights.update import GroupMember, SendingPlan
 
 if TYPE_CHECKING:  # whoever holds a handle of this actor imports this module, but needs no torch
+    from areal_ray.training.state import Snapshot
     from areal_ray.training.trainer import PolicyTrainer
     from areal_ray.weights.sender import Sender
 
@@ -77,15 +80,26 @@ class TrainerActor:
         self._rollouts: JsonlWriter[tuple[int, list[TrajectoryGroup]]] | None = None
         self._sender: Sender | None = None
         self._version: WeightVersion = 0
+        self._snapshot: Snapshot | None = None
         self._loop_health = LoopHealth(who="the trainer")
         self._loop_health.start()
 
-    async def start(self, gpus: list[str] | None) -> None:
+    async def is_there(self) -> None:
+        """Answers as soon as there is a process."""
+
+    async def start(
+        self, gpus: list[str] | None, checkpoint: str | None, version: WeightVersion
+    ) -> None:
         """`gpus`: those to use, where they belong to an engine that the trainer shares them with;
-        otherwise it has its own."""
+        otherwise it has its own. `checkpoint`: what to take up again. `version`: what its weights
+        are called."""
         if gpus is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         self._trainer = await self._in_thread(self._new_trainer)
+        if checkpoint is not None:
+            taken_up = await asyncio.to_thread(open_checkpoint, Path(checkpoint))
+            await self._in_thread(lambda: self._started.restore(taken_up.trainer))
+        self._version = version
         self._rollouts = await asyncio.to_thread(
             JsonlWriter, self._run_dir / "rollouts.jsonl", _rollout_records
         )
@@ -117,7 +131,7 @@ class TrainerActor:
         try:
             loop = self._loop_health.report()
             report = await self._in_thread(
-                lambda: _report(step, batch, self._train(batch.groups, step), loop)
+                lambda: _report(step, batch, self._train(batch.groups), loop)
             )
         except BaseException:
             await self._batches.give_back(batch)
@@ -149,6 +163,22 @@ class TrainerActor:
         """Not everybody will come to this group: a `send_weights` to it fails at once."""
         if self._sender is not None:
             await asyncio.to_thread(self._sender.call_off, group_id)
+
+    async def take_snapshot(self) -> None:
+        """Of all that the trainer is, in host memory, for `write_snapshot`."""
+        self._snapshot = await self._in_thread(self._started.snapshot)
+
+    async def write_snapshot(self, directory: str) -> None:
+        """While training goes on."""
+        from areal_ray.training import state
+
+        taken, self._snapshot = self._snapshot, None
+        assert taken is not None
+        await asyncio.to_thread(state.write, taken, Path(directory))
+
+    async def write_groups(self, places: Sequence[Place], path: str) -> None:
+        """These groups of the queue, to a file."""
+        await asyncio.to_thread(write_groups, Path(path), await read_places(places))
 
     async def export(self, directory: str) -> None:
         await self._in_thread(lambda: self._started.export(Path(directory)))
@@ -193,9 +223,9 @@ class TrainerActor:
         self._sender.send(member)
         return self._version
 
-    def _train(self, groups: Sequence[TrajectoryGroup], step: int) -> StepMetrics:
+    def _train(self, groups: Sequence[TrajectoryGroup]) -> StepMetrics:
         metrics = self._started.train_on(groups, self._version)
-        self._version = step
+        self._version += 1
         return metrics
 
     async def _in_thread(self, work: Callable[[], T]) -> T:

@@ -13,20 +13,23 @@ earlier incarnation means nothing any more.
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import ray
 from ray.actor import ActorHandle
 
 from areal_ray.changes import Changes
+from areal_ray.checkpoints import read_groups
 from areal_ray.deadlines import within
 from areal_ray.errors import QueueClosed, Superseded
 from areal_ray.observability.loop_health import LoopHealth, LoopReport
 from areal_ray.trajectory_buffer import TrajectoryBuffer
-from areal_ray.types import GroupSummary, WeightVersion
+from areal_ray.types import GroupSummary, TrajectoryGroup, WeightVersion
 
 HAND_OVER_TIMEOUT_S = 300.0
 
@@ -72,6 +75,8 @@ class QueueNews(msgspec.Struct, frozen=True):
     highest_expected: int
     withdrawn: list[int]
     expired: list[int]
+    held: list[int]
+    """What a queue that is not open yet begins with."""
 
 
 class QueueStatus(msgspec.Struct, frozen=True):
@@ -119,6 +124,22 @@ class TrajectoryQueue:
         self._buffer.expect(expect)
         self._buffer.drop(drop)
         self._changed.notify()
+
+    async def restore(self, path: str) -> None:
+        """Before it is opened: these groups wait here, as they did when that file was written."""
+        groups = await asyncio.to_thread(read_groups, Path(path))
+        self._buffer.expect(sorted(group.group_id for group in groups))
+        by_id = {group.group_id: group for group in groups}
+        for chunk in _chunks([group.summary() for group in groups]):
+            together = [by_id[summary.group_id] for summary in chunk]
+            reference = await asyncio.to_thread(ray.put, together)
+            for position, summary in enumerate(chunk):
+                self._buffer.reserve(summary)
+                self._buffer.put(Place(reference, position), summary)
+
+    async def snapshot(self) -> dict[int, Place]:
+        """The groups that wait to be trained on."""
+        return self._buffer.waiting_payloads
 
     async def put(self, worker: ActorHandle, summaries: Sequence[GroupSummary]) -> Receipt:
         """Take over the groups that `worker` has finished, as far as there is room."""
@@ -199,6 +220,7 @@ class TrajectoryQueue:
             highest_expected=self._buffer.highest_expected,
             withdrawn=self._buffer.withdrawn,
             expired=self._buffer.expired,
+            held=[] if self._is_open else list(self._buffer.waiting_payloads),
         )
 
     async def status(self) -> QueueStatus:
@@ -243,6 +265,13 @@ class TrajectoryQueue:
         await self._changed.until(lambda: self._closed or condition())
         if self._closed:
             raise QueueClosed("the trajectory queue is closed")
+
+
+async def read_places(places: Sequence[Place]) -> list[TrajectoryGroup]:
+    """The groups that lie there. Raises if one can't be read."""
+    references = list(dict.fromkeys(place.chunk for place in places))
+    chunks = dict(zip(references, await asyncio.gather(*references), strict=True))
+    return [chunks[place.chunk][place.position] for place in places]
 
 
 def _chunks(summaries: Sequence[GroupSummary]) -> list[list[GroupSummary]]:

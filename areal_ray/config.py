@@ -85,6 +85,9 @@ class GenerationConfig(Section):
     the trainer computes, and it waits in host memory while they generate."""
     max_new_tokens: Count = 512
     temperature: NotNegative = 1.0
+    seeded: bool = False
+    """Let every sample follow from `seed`, its group and the weights alone, so that synchronous
+    training can be repeated. vLLM samples such requests one by one."""
     kv_cache_gib: Positive | None = None
     """KV cache per engine. Derived: on CPUs what all samples in flight need, within 1/16 to 1; on
     GPUs what `gpu_memory` leaves."""
@@ -157,6 +160,8 @@ class TrainerConfig(Section):
     gradient_checkpointing: bool = False
     """Compute the layers' activations again in the backward pass, instead of keeping them."""
     step_timeout_s: Positive = 1800.0
+    max_restarts: CountOrZero = 3
+    """So often a trainer that dies is brought back, from the last checkpoint."""
 
 
 class WeightsConfig(Section):
@@ -178,6 +183,16 @@ class WeightsConfig(Section):
     """Compare a checksum of every bucket after the transfer."""
     max_failures: Count = 3
     """So many updates that fail in a row end the run."""
+
+
+class CheckpointConfig(Section):
+    every: CountOrZero = 50
+    """Write one after each this many steps, at the start and at the end, while training goes on.
+    0: none, and a run that is lost is lost."""
+    keep: Count = 2
+    """How many of the latest to keep."""
+    timeout_s: Positive = 3600.0
+    """One that takes longer to write is given up."""
 
 
 class EvaluationConfig(Section):
@@ -208,12 +223,15 @@ class Config(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
     weights: WeightsConfig = WeightsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
 
     @property
     def sampling(self) -> Sampling:
         return Sampling(
-            max_new_tokens=self.generation.max_new_tokens, temperature=self.generation.temperature
+            max_new_tokens=self.generation.max_new_tokens,
+            temperature=self.generation.temperature,
+            seed=self.seed if self.generation.seeded else None,
         )
 
     @property

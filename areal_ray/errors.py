@@ -86,6 +86,10 @@ class JournalError(ArealRayError):
     """A journal can't be read or does not belong to this run."""
 
 
+class CheckpointError(ArealRayError):
+    """A checkpoint can't be written, or is not whole."""
+
+
 class GroupTimedOut(ArealRayError):
     """A group took longer than `rollout.group_timeout_s`."""
 

@@ -21,6 +21,7 @@ import msgspec
 from areal_ray.actors.crew import Crew
 from areal_ray.actors.crew_specs import Task
 from areal_ray.algorithms import Algorithm
+from areal_ray.checkpoints import Checkpoint, CheckpointStore, open_checkpoint
 from areal_ray.config import Config, check, resolve
 from areal_ray.config_file import from_mapping
 from areal_ray.data import load_prompts
@@ -36,6 +37,8 @@ from areal_ray.stopping import StopRequested, StopSignals
 from areal_ray.types import Prompt
 from areal_ray.weights.memory import staging_memory
 from areal_ray.workflows import Workflow, load_filter, load_workflow
+
+LATEST = "latest"
 
 
 class RunResult(msgspec.Struct, frozen=True):
@@ -66,9 +69,17 @@ def train(
     held_out: Iterable[Prompt] | None = None,
     reward: Reward | None = None,
     workflow: Workflow | None = None,
+    resume: str | None = None,
 ) -> RunResult:
     """Train to the end, from a script. See `Run`."""
-    run = Run(config, prompts=prompts, held_out=held_out, reward=reward, workflow=workflow)
+    run = Run(
+        config,
+        prompts=prompts,
+        held_out=held_out,
+        reward=reward,
+        workflow=workflow,
+        resume=resume,
+    )
     try:
         return asyncio.run(run.train())
     except asyncio.CancelledError:
@@ -86,7 +97,10 @@ class Run:
         held_out: Iterable[Prompt] | None = None,
         reward: Reward | None = None,
         workflow: Workflow | None = None,
+        resume: str | None = None,
     ) -> None:
+        """`resume`: a checkpoint's directory, or `latest` for the last whole one of the run with
+        this config's name."""
         # Once more by the strict way: a config made in Python has not gone through it.
         config = from_mapping(msgspec.to_builtins(config))
         check(config, held_out_given=held_out is not None)
@@ -105,12 +119,13 @@ class Run:
         self._workflow = workflow or load_workflow(config.rollout.workflow)
         self._filter = load_filter(config.rollout.filter)
         self._make_model = _model_factory(config)
+        self._resumed = _checkpoint(config, resume)
         # Looked up now, so that an unknown name is told before anything starts.
         Algorithm.of(config.algorithm)
 
     async def train(self) -> RunResult:
         """Train to the end, the goal, or the first Ctrl-C; raises what made it fail."""
-        files = await asyncio.to_thread(RunFiles, self._config)
+        files = await asyncio.to_thread(RunFiles, self._config, self._resumed)
         view = open_view(files.directory.name, self._config.steps)
         try:
             with StopSignals() as stop:
@@ -130,7 +145,9 @@ class Run:
         async with contextlib.AsyncExitStack() as ending:
             try:
                 crew, config = await stop.race(self._begin(files, view, ending))
-                session = Session(config, crew, files, view, self._held_out, stop)
+                session = await asyncio.to_thread(
+                    Session, config, crew, files, view, self._held_out, stop, self._resumed
+                )
                 ended = await session.run()
             except StopRequested:
                 return _stopped(files, stop, steps=0)
@@ -171,9 +188,20 @@ class Run:
             packed_filter=pack(self._filter),
         )
         view.phase(await asyncio.to_thread(staging_memory, config, model_path))
-        crew = Crew(config, task, model_path=model_path, run_dir=files.directory, seats=seats)
+        crew = Crew(
+            config,
+            task,
+            model_path=model_path,
+            run_dir=files.directory,
+            seats=seats,
+            resumed=self._resumed,
+        )
+        if self._resumed is not None:
+            await asyncio.to_thread(crew.checkpointing.store.forget_after, self._resumed.step)
+            view.phase(f"going on from {self._resumed.directory}")
         ending.push_async_exit(crew)
-        warmup = f", {config.warmup.steps} supervised steps" if config.warmup.steps else ""
+        has_warmup = config.warmup.steps and self._resumed is None
+        warmup = f", {config.warmup.steps} supervised steps" if has_warmup else ""
         where = f" · dashboard {cluster.dashboard_url}" if cluster.dashboard_url else ""
         view.phase(f"starting {config.generation.engines} engines and the trainer{warmup}{where}")
         await crew.start(view.phase)
@@ -229,6 +257,8 @@ def _model_factory(config: Config) -> Callable[[Path], str]:
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()  # it would be drawn across the live view
+        if (directory / "config.json").is_file():
+            return str(directory)  # of the run that is resumed
         directory.mkdir(parents=True)
         factory(directory)
         if not (directory / "config.json").is_file():
@@ -236,6 +266,14 @@ def _model_factory(config: Config) -> Callable[[Path], str]:
         return str(directory)
 
     return make
+
+
+def _checkpoint(config: Config, resume: str | None) -> Checkpoint | None:
+    if resume is None:
+        return None
+    if resume == LATEST:
+        return CheckpointStore(config.run_dir / "checkpoints", keep=1).latest()
+    return open_checkpoint(Path(resume))
 
 
 def _stopped(files: RunFiles, stop: StopSignals, *, steps: int) -> RunResult:

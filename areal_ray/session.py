@@ -13,9 +13,11 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Literal
 
+from areal_ray import logs
+from areal_ray.checkpoints import Checkpoint
 from areal_ray.config import Config
 from areal_ray.deadlines import within
-from areal_ray.errors import QueueClosed
+from areal_ray.errors import QueueClosed, TrainerLost, described
 from areal_ray.observability.records import EvaluationRecord, StepRecord
 from areal_ray.observability.run_files import RunFiles
 from areal_ray.observability.terminal import View
@@ -25,6 +27,7 @@ from areal_ray.types import Prompt
 
 if TYPE_CHECKING:
     from areal_ray.actors.checkpoint_engine import UpdateReport
+    from areal_ray.actors.checkpointing import Cut
     from areal_ray.actors.crew import Crew
     from areal_ray.actors.trainer import TrainReport
 
@@ -44,6 +47,7 @@ class Session:
         view: View,
         held_out: list[Prompt],
         stop: StopSignals,
+        resumed: Checkpoint | None = None,
     ) -> None:
         self._config = config
         self._crew = crew
@@ -51,11 +55,18 @@ class Session:
         self._view = view
         self._held_out = held_out
         self._stop = stop
-        self._began = self._recorded = time.monotonic()
-        self._tokens_recorded = 0
+        before = files.records() if resumed is not None else []
+        spent_s = max((record.seconds for record in before), default=0.0)
+        self._began = time.monotonic() - spent_s
+        self._recorded = time.monotonic()
+        self._tokens_recorded = 0 if resumed is None else resumed.book().generated_tokens
         self._evaluation: asyncio.Task[EvaluationRecord] | None = None
-        self.steps = 0
-        self.evaluations: list[EvaluationRecord] = []
+        self._saving: asyncio.Task[None] | None = None
+        self._saved_step = None if resumed is None else resumed.step
+        self._version = 0 if resumed is None else resumed.manifest.version
+        self._recoveries = 0
+        self.steps = 0 if resumed is None else resumed.step
+        self.evaluations = [one for one in before if isinstance(one, EvaluationRecord)]
 
     async def run(self) -> Ending:
         """Learn until the end; whatever the control plane finds wrong ends it at once."""
@@ -65,8 +76,9 @@ class Session:
                 self._learn(), self._crew.watch(), self._end_rollout_when_stopped()
             )
         except BaseException:
-            if self._evaluation is not None:
-                self._evaluation.cancel()
+            for task in (self._evaluation, self._saving):
+                if task is not None:
+                    task.cancel()
             raise
 
     async def finish(self, ended: Ending) -> None:
@@ -74,6 +86,8 @@ class Session:
 
         An evaluation that fails is told only after the model is saved.
         """
+        if self._config.checkpoint.every:
+            await self._checkpoint()
         saving = within(
             self._config.trainer.step_timeout_s,
             self._crew.trainer.finish.remote(str(self._files.model)),
@@ -81,7 +95,7 @@ class Session:
             doing="saving the model (trainer.step_timeout_s)",
         )
         outcomes = await asyncio.gather(
-            saving, self._last_evaluation(ended), return_exceptions=True
+            saving, self._last_evaluation(ended), self._until_saved(), return_exceptions=True
         )
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
@@ -95,26 +109,76 @@ class Session:
             await self._end_evaluation()
 
     async def _learn(self) -> Ending:
-        config, crew = self._config, self._crew
+        config = self._config
+        if config.checkpoint.every:
+            await self._checkpoint()
         self._begin_evaluation()
         while self.steps < config.steps:
-            step = self.steps + 1
             try:
-                report = await crew.train_step(step, self.steps)
+                reward = await self._step()
+                if config.checkpoint.every and self.steps % config.checkpoint.every == 0:
+                    await self._checkpoint()
             except QueueClosed:
                 return "stopped"
-            # An evaluation is of one version: the next weights wait for it, the trainer did not.
-            reward = await self._end_evaluation()
-            update = await crew.update_weights(step)
-            self.steps = step
-            await self._record(report, update)
+            except TrainerLost as lost:
+                await self._recover(lost)
+                continue
             if reward is not None and config.goal is not None and reward >= config.goal:
                 return "goal reached"
             if self._stop.requested.is_set():
                 return "stopped"
-            if config.evaluation.every and step % config.evaluation.every == 0:
+            if config.evaluation.every and self.steps % config.evaluation.every == 0:
                 self._begin_evaluation()
         return "all steps done"
+
+    async def _step(self) -> float | None:
+        """Returns the reward of an evaluation that ended meanwhile."""
+        report = await self._crew.train_step(self.steps + 1, self._version)
+        # An evaluation is of one version: the next weights wait for it, the trainer did not.
+        reward = await self._end_evaluation()
+        update = await self._crew.update_weights(self._version + 1)
+        self._version += 1
+        self.steps += 1
+        await self._record(report, update)
+        return reward
+
+    async def _recover(self, lost: TrainerLost) -> None:
+        """Go on from the last checkpoint: what was learnt since is lost, and no group is trained on
+        again for it."""
+        self._recoveries += 1
+        if not self._config.checkpoint.every or (
+            self._recoveries > self._config.trainer.max_restarts
+        ):
+            raise lost
+        logs.warning("{}", lost)
+        self._view.phase("the trainer is lost: going on from the last checkpoint")
+        await self._until_saved()
+        await self._end_evaluation()
+        checkpoint = await self._crew.recover_trainer(self._version + 1)
+        self._version += 1
+        self._view.phase(f"the trainer goes on from step {checkpoint.step}")
+
+    async def _checkpoint(self) -> None:
+        """Wait for the copy alone; it is written while training goes on."""
+        if self._saved_step == self.steps:
+            return
+        await self._until_saved()
+        cut = await self._crew.checkpointing.take_snapshot(self.steps)
+        self._saved_step = self.steps
+        self._saving = asyncio.create_task(self._write(cut))
+
+    async def _until_saved(self) -> None:
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            await saving
+
+    async def _write(self, cut: Cut) -> None:
+        try:
+            await self._crew.checkpointing.write(cut)
+        except Exception as error:  # noqa: BLE001 - told; the run goes on, and has the one before
+            told = f"the checkpoint of step {cut.step} was not written: {described(error)}"
+            logs.warning("{}", told)
+            self._view.phase(told)
 
     def _begin_evaluation(self) -> None:
         """Evaluate the version that the engines serve, unless that is done or under way."""
@@ -181,6 +245,10 @@ class Session:
             lr=report.metrics.lr,
             clipped=report.metrics.clipped,
             kl_to_behaviour=report.metrics.kl_to_behaviour,
+            kl_to_reference=report.metrics.kl_to_reference,
+            entropy=report.metrics.entropy,
+            value_loss=report.metrics.value_loss,
+            mismatch=report.metrics.mismatch,
         )
         self._recorded, self._tokens_recorded = now, rollout.generated_tokens
         self._files.record(record)

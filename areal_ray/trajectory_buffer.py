@@ -75,6 +75,11 @@ class TrajectoryBuffer(Generic[Payload]):
         self._next_lease = 0
 
     @property
+    def waiting_payloads(self) -> dict[int, Payload]:
+        """By group, in the order of completion."""
+        return {group_id: entry.payload for group_id, entry in self._waiting.items()}
+
+    @property
     def groups(self) -> int:
         """Groups that have a place: reserved, waiting or leased."""
         leased = sum(len(lease.entries) for lease in self._leased.values())

@@ -51,6 +51,9 @@ class Sampling(msgspec.Struct, frozen=True):
 
     max_new_tokens: int
     temperature: float = 1.0
+    seed: int | None = None
+    """With one, tokens follow from it, the request's id and the weights, whichever engine makes
+    them."""
 
 
 class GenerationRequest(msgspec.Struct, frozen=True):

@@ -17,6 +17,7 @@ from ray.actor import ActorHandle
 from areal_ray.actors.crew import Crew
 from areal_ray.actors.crew_specs import Task
 from areal_ray.actors.rehearsal import PacedReport, Rehearsal
+from areal_ray.checkpoints import Checkpoint
 from areal_ray.config import resolve
 from areal_ray.config_file import from_mapping
 from areal_ray.deadlines import within
@@ -60,6 +61,7 @@ class RehearsedCrew:
         step_s: float = 0.0,
         prompts: list[Prompt] = PROMPTS,
         workflow: Workflow = single_turn,
+        resumed: Checkpoint | None = None,
         **changes: object,
     ) -> None:
         base = {
@@ -95,7 +97,8 @@ class RehearsedCrew:
             packed_reward=pack(reward),
             packed_filter=pack(load_filter(self.config.rollout.filter)),
         )
-        self.version = 0
+        self._resumed = resumed
+        self.version = 0 if resumed is None else resumed.manifest.version
         self.trained: list[int] = []
 
     async def __aenter__(self) -> RehearsedCrew:
@@ -107,6 +110,7 @@ class RehearsedCrew:
             run_dir=self._run_dir,
             seats=self._seats,
             rehearsal=Rehearsal(engine=self._engine, step_s=self._step_s),
+            resumed=self._resumed,
         )
         try:
             await self.crew.start()

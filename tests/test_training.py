@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,12 +16,13 @@ from areal_ray.algorithm_config import (
 )
 from areal_ray.algorithms import Algorithm, LossInputs, LossOutputs, PolicyLoss
 from areal_ray.config import TrainerConfig
-from areal_ray.errors import TrainingError
+from areal_ray.errors import CheckpointError, TrainingError
 from areal_ray.plugins import pack as pack_function
+from areal_ray.training import state
 from areal_ray.training.learner import lr_scale
 from areal_ray.training.model import CausalModel
 from areal_ray.training.packing import LearnedSequence, pack
-from areal_ray.training.spec import TrainerSpec
+from areal_ray.training.spec import StepMetrics, TrainerSpec
 from areal_ray.training.step_data import step_data
 from areal_ray.training.trainer import PolicyTrainer
 from areal_ray.types import Prompt, Trajectory, TrajectoryGroup
@@ -353,3 +355,36 @@ def test_an_exported_model_is_the_trained_one(tiny_model: Path, tmp_path: Path) 
         learner.model.named_parameters(), again.named_parameters(), strict=True
     ):
         assert torch.equal(mine, theirs), name
+
+
+@pytest.mark.parametrize("algorithm", [AlgorithmConfig(), EVERYTHING], ids=["plain", "everything"])
+def test_a_trainer_taken_up_again_goes_on_as_if_it_had_not_stopped(
+    tiny_model: Path, tmp_path: Path, algorithm: AlgorithmConfig
+) -> None:
+    groups = [group(i, [1.0, 0.0, 1.0]) for i in range(4)]
+    first = trainer(tiny_model, algorithm=algorithm, mini_batches=2, lr_warmup_steps=5)
+    first.train_on(groups, 0)
+    taken = first.snapshot()
+    uninterrupted = [first.train_on(groups, version) for version in (1, 2)]
+    # What was copied is of the moment, whatever came after.
+    state.write(taken, tmp_path / "trainer")
+
+    second = trainer(tiny_model, algorithm=algorithm, mini_batches=2, lr_warmup_steps=5)
+    second.restore(tmp_path / "trainer")
+    resumed = [second.train_on(groups, version) for version in (1, 2)]
+    for one, other in zip(uninterrupted, resumed, strict=True):
+        assert replace_seconds(one) == replace_seconds(other)
+    for one, other in zip(parameters(first), parameters(second), strict=True):
+        assert torch.equal(one, other)
+
+
+def replace_seconds(metrics: StepMetrics) -> StepMetrics:
+    return msgspec.structs.replace(metrics, seconds=0.0)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    learner = trainer(tiny_model)
+    state.write(learner.snapshot(), tmp_path / "trainer")
+    other = trainer(tiny_model, algorithm=EVERYTHING)
+    with pytest.raises(CheckpointError, match="does not fit this model"):
+        other.restore(tmp_path / "trainer")

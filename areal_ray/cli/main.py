@@ -13,12 +13,19 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from areal_ray import __version__
-from areal_ray.errors import ConfigError, DataError, ModelError, PluginError, described
+from areal_ray.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ModelError,
+    PluginError,
+    described,
+)
 
 if TYPE_CHECKING:
     from areal_ray.config import Config
 
-REFUSALS = (ConfigError, DataError, ModelError, PluginError)
+REFUSALS = (CheckpointError, ConfigError, DataError, ModelError, PluginError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,6 +50,16 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "overrides", metavar="key=value", nargs="*", help="change a key of the config"
     )
+    resuming = train.add_mutually_exclusive_group()
+    resuming.add_argument(
+        "--resume",
+        action="store_const",
+        const="latest",
+        help="go on from the last whole checkpoint of the run of this name",
+    )
+    resuming.add_argument(
+        "--resume-from", metavar="DIR", dest="resume", help="go on from this checkpoint"
+    )
     train.set_defaults(command=_train)
     return parser
 
@@ -56,15 +73,15 @@ def _train(options: argparse.Namespace) -> int:
         check(config)
     except ConfigError as error:
         return refuse(error)
-    return train_and_report(config)
+    return train_and_report(config, resume=options.resume)
 
 
-def train_and_report(config: Config) -> int:
+def train_and_report(config: Config, *, resume: str | None = None) -> int:
     """Train, say on the last screen how it ended, and return the exit code."""
     from areal_ray.run import train
 
     try:
-        result = train(config)
+        result = train(config, resume=resume)
     except REFUSALS as error:
         return refuse(error)
     except KeyboardInterrupt as stopped:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import zlib
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, TypeVar
 
@@ -131,15 +132,18 @@ class VllmEngine:
     async def _stream(self, request: GenerationRequest, samples: list[StreamedSample]) -> None:
         """All samples together, or, where tokens exist already, each from its own."""
         prompt, limit = request.prompt_ids.tolist(), request.sampling.max_new_tokens
-        temperature = request.sampling.temperature
+        sampling = request.sampling
         if not request.begun:
-            params = _sampling_params(temperature, n=request.n, max_tokens=limit)
+            seed = _seed(sampling, request.request_id)
+            params = _sampling_params(sampling, n=request.n, max_tokens=limit, seed=seed)
             await self._take_pieces(request.request_id, prompt, params, samples)
             return
         async with asyncio.TaskGroup() as tasks:
             for number, (begun, sample) in enumerate(zip(request.begun, samples, strict=True)):
-                params = _sampling_params(temperature, n=1, max_tokens=limit - len(begun))
                 one_id = f"{request.request_id}-sample-{number}"
+                seed = _seed(sampling, f"{one_id} from {len(begun)}")
+                left = limit - len(begun)
+                params = _sampling_params(sampling, n=1, max_tokens=left, seed=seed)
                 longer = prompt + begun.tolist()
                 tasks.create_task(self._take_pieces(one_id, longer, params, [sample]))
 
@@ -363,14 +367,21 @@ def _kv_cache_bytes(spec: EngineSpec, model: PretrainedConfig, max_model_len: in
     return min(max(token_bytes * max_model_len * spec.max_samples, GIB // 16), GIB)
 
 
-def _sampling_params(temperature: float, *, n: int, max_tokens: int) -> SamplingParams:
+def _seed(sampling: Sampling, what: str) -> int | None:
+    return None if sampling.seed is None else zlib.crc32(f"{sampling.seed} {what}".encode())
+
+
+def _sampling_params(
+    sampling: Sampling, *, n: int, max_tokens: int, seed: int | None
+) -> SamplingParams:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
         n=n,
-        temperature=temperature,
+        temperature=sampling.temperature,
         max_tokens=max_tokens,
+        seed=seed,
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,

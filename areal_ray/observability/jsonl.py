@@ -7,6 +7,7 @@ the thread is raised by the next `write`, and by `close`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,22 @@ from typing import Generic, TypeVar
 import msgspec
 
 Item = TypeVar("Item")
+
+
+class _Step(msgspec.Struct):
+    step: int
+
+
+def keep_until(path: Path, step: int) -> None:
+    """Take back the records of later steps, and a line that was cut short by a kill."""
+    if not path.exists():
+        return
+    kept, decoder = path.with_suffix(".kept"), msgspec.json.Decoder(_Step)
+    with path.open("rb") as old, kept.open("wb") as new:
+        for line in old:
+            if line.endswith(b"\n") and decoder.decode(line).step <= step:
+                new.write(line)
+    os.replace(kept, path)
 
 
 class JsonlWriter(Generic[Item]):

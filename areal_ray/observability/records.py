@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from areal_ray.training.spec import Mismatch
 from areal_ray.types import WeightVersion
 
 
@@ -38,6 +39,10 @@ class StepRecord(msgspec.Struct, frozen=True, tag="step", tag_field="kind"):
     lr: float
     clipped: float
     kl_to_behaviour: float
+    kl_to_reference: float | None = None
+    entropy: float | None = None
+    value_loss: float | None = None
+    mismatch: Mismatch | None = None
 
 
 class EvaluationRecord(msgspec.Struct, frozen=True, tag="evaluation", tag_field="kind"):

@@ -4,30 +4,41 @@ config.yaml     the configuration as resolved
 metrics.jsonl   a record for each step and each evaluation
 rollouts.jsonl  every sample that was trained on (the trainer writes it)
 rollout.journal what has become of each group (the controller writes it, and goes on from it)
+checkpoints/    what a run can go on from
 model/          the exported model
 reward.png      the reward curve
 """
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+from areal_ray.checkpoints import Checkpoint
 from areal_ray.config import Config
 from areal_ray.config_file import to_yaml
 from areal_ray.errors import ConfigError
-from areal_ray.observability.curve import draw_curve
-from areal_ray.observability.jsonl import JsonlWriter
+from areal_ray.observability.curve import draw_curve, read_metrics
+from areal_ray.observability.jsonl import JsonlWriter, keep_until
 from areal_ray.observability.records import Record
 
 
 class RunFiles:
-    def __init__(self, config: Config) -> None:
-        """Make a directory of the run's own: a name that is taken gets a number."""
+    def __init__(self, config: Config, resumed: Checkpoint | None = None) -> None:
+        """Make a directory of the run's own: a name that is taken gets a number. A run that is
+        resumed from a checkpoint of its own goes on in its directory, where all that came after
+        it is taken back."""
         wanted = config.run_dir.absolute()
-        try:
-            self.directory = _first_free(wanted)
-        except OSError as error:
-            raise ConfigError(f"runs_dir: {wanted} can't be made: {error.strerror}") from error
+        if resumed is not None and resumed.directory.absolute().is_relative_to(wanted):
+            self.directory = wanted
+            for path in (self.metrics_path, wanted / "rollouts.jsonl"):
+                keep_until(path, resumed.step)
+            shutil.rmtree(self.model, ignore_errors=True)
+        else:
+            try:
+                self.directory = _first_free(wanted)
+            except OSError as error:
+                raise ConfigError(f"runs_dir: {wanted} can't be made: {error.strerror}") from error
         self._title = self.directory.name
         self._metrics: JsonlWriter[Record] = JsonlWriter(self.metrics_path)
 
@@ -43,6 +54,10 @@ class RunFiles:
     def base_model(self) -> Path:
         """Where a model factory saves the model that the run begins with."""
         return self.directory / "base_model"
+
+    def records(self) -> list[Record]:
+        """All that a run which is resumed has written down before."""
+        return read_metrics(self.metrics_path)
 
     def record(self, record: Record) -> None:
         self._metrics.write(record)

@@ -33,11 +33,13 @@ from areal_ray.algorithms import (
 )
 from areal_ray.data.tokenizer import PromptTokenizer
 from areal_ray.plugins import unpack
+from areal_ray.training import state
 from areal_ray.training.learner import Learner, lr_scale
 from areal_ray.training.model import CausalModel
 from areal_ray.training.packing import LearnedSequence, MicroBatch, pack
 from areal_ray.training.residence import Residence
 from areal_ray.training.spec import Mismatch, StepMetrics, TrainerSpec
+from areal_ray.training.state import Part, Snapshot
 from areal_ray.training.step_data import StepData, step_data
 from areal_ray.training.tally import Tally
 from areal_ray.training.value_model import ValueModel
@@ -127,6 +129,23 @@ class PolicyTrainer:
             ),
         )
 
+    def snapshot(self) -> Snapshot:
+        """All that there is, as it is now."""
+        return state.snapshot(self._parts, steps=self._steps)
+
+    def restore(self, directory: Path) -> None:
+        """As it was when that was written."""
+        self._steps = state.restore(self._parts, directory)
+
+    @property
+    def _parts(self) -> dict[str, Part]:
+        parts = {"policy": Part(self.model.module, self._policy.optimizer)}
+        if self._critic is not None:
+            parts["critic"] = Part(self._critic.module, self._critic_learner.optimizer)
+        if self._algorithm.needs.reference:
+            parts["reference"] = Part(self._reference_model().module, None)
+        return parts
+
     def export(self, directory: Path) -> None:
         """Save a Hugging Face directory that transformers and vLLM load as it is."""
         self.model.save(directory, getattr(torch, self._spec.dtype))
@@ -173,14 +192,17 @@ class PolicyTrainer:
                 data, lambda batch: self.model.logprobs(batch, temperature=temperature)
             )
         if needs.reference:
-            self._reference = self._reference or self.model.frozen_copy()
-            reference = self._reference
+            reference = self._reference_model()
             columns["reference_logprobs"] = self._column(
                 data, lambda batch: reference.logprobs(batch, temperature=temperature)
             )
         if self._critic is not None:
             columns["values"] = self._column(data, self._critic.values)
         return replace(data.batch, **columns)
+
+    def _reference_model(self) -> CausalModel:
+        self._reference = self._reference or self.model.frozen_copy()
+        return self._reference
 
     @torch.no_grad()
     def _column(self, data: StepData, compute: Callable[[MicroBatch], Tensor]) -> Tensor:

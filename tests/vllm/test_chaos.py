@@ -66,6 +66,7 @@ def test_killed_and_wedged_processes_cost_no_group_and_the_model_still_learns(
         "evaluation.every=10",
         "evaluation.prompts=100",
         "rollout.workers=2",
+        "checkpoint.every=3",
         *FAST_CARE,
     )
     run_dir = tmp_path / "runs" / "arithmetic"
@@ -88,6 +89,8 @@ def test_killed_and_wedged_processes_cost_no_group_and_the_model_still_learns(
         actor = marked_processes.named("ray::GenerationActor")[1]
     strike(signal.SIGKILL, core, worker, actor)
     strike(signal.SIGSTOP, marked_processes.named("VLLM::EngineCore")[0])
+    strike(signal.SIGKILL, *marked_processes.named("ray::TrainerActor"))
+    assert "the trainer goes on from step" in training.output
 
     after = len(run.steps())
     run.until(

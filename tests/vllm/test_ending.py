@@ -62,8 +62,10 @@ def test_ctrl_c_while_everything_starts_ends_it(train, marked_processes) -> None
     assert wait_until_empty(marked_processes.alive) == {}
 
 
-def test_a_killed_trainer_ends_the_run_with_its_name(train, marked_processes) -> None:
-    training = train(*QUICK)
+def test_without_checkpoints_a_killed_trainer_ends_the_run_with_its_name(
+    train, marked_processes
+) -> None:
+    training = train(*QUICK, "checkpoint.every=0")
     training.read_until("step 3/")
     (pid,) = marked_processes.named("ray::TrainerActor")
     os.kill(pid, signal.SIGKILL)

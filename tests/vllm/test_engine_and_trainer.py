@@ -92,6 +92,19 @@ def test_after_a_weight_update_every_engine_answers_greedily_as_the_trainer(
     )
 
 
+def test_with_a_seed_every_engine_makes_the_same_samples_of_a_request(live) -> None:
+    seeded = Sampling(max_new_tokens=24, temperature=1.0, seed=7)
+
+    def tokens(engine: int, sampling: Sampling) -> list[list[int]]:
+        results = generate(live, requests("seeded", 8, sampling), engine)
+        return [c.token_ids.tolist() for result in results for c in result.completions]
+
+    first = tokens(0, seeded)
+    assert first == tokens(0, seeded) == tokens(1, seeded)
+    assert len({tuple(one) for one in first}) > 24, "samples of a prompt differ"
+    assert first != tokens(0, Sampling(max_new_tokens=24, temperature=1.0, seed=8))
+
+
 def test_requests_in_flight_over_updates_carry_the_versions_in_order(live) -> None:
     async def generate_while_updating() -> list[GenerationResult]:
         long = Sampling(max_new_tokens=24, temperature=1.0)

@@ -1,0 +1,117 @@
+"""The trainer as a run drives it: its start, its steps, its death, and whose turn it is.
+
+Where trainer and engines share devices, all that it computes happens in a turn of its own, which
+the engines rest through, and which ends whatever happens in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from ray.actor import ActorHandle, ActorMethod
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+from areal_ray.actors.calls import until_back
+from areal_ray.actors.crew_specs import update_timeout_s
+from areal_ray.actors.trainer import TrainReport
+from areal_ray.config import Config, WarmupConfig
+from areal_ray.deadlines import within
+from areal_ray.errors import TrainerLost, described
+from areal_ray.restoring import Undo
+from areal_ray.types import Prompt, WeightVersion
+from areal_ray.weights.transaction import LostEngine
+
+T = TypeVar("T")
+
+
+class TrainerCalls:
+    def __init__(
+        self,
+        config: Config,
+        trainer: ActorHandle,
+        manager: ActorHandle,
+        *,
+        shared_gpus: Callable[[], Awaitable[list[str] | None]],
+        tell_lost: Callable[[Sequence[LostEngine]], Awaitable[None]],
+    ) -> None:
+        """`shared_gpus`: of the engine that the trainer shares them with, if it does. `tell_lost`:
+        engines that could not take their turn."""
+        self._config = config
+        self._trainer = trainer
+        self._manager = manager
+        self._shared_gpus = shared_gpus
+        self._tell_lost = tell_lost
+
+    @contextlib.asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """The devices are the trainer's; afterwards, whatever happened, the engines'."""
+        if not self._config.generation.colocated:
+            yield
+            return
+        async with Undo(timeout_s=update_timeout_s(self._config)) as undo:
+            undo.later(
+                "the end of the trainer's turn",
+                lambda: self._change_turns(self._manager.end_trainers_turn),
+            )
+            await self._change_turns(self._manager.begin_trainers_turn)
+            yield
+
+    async def start(self, checkpoint: Path | None, version: WeightVersion) -> None:
+        """In its turn. `checkpoint`: what to take up again."""
+        directory = None if checkpoint is None else str(checkpoint)
+        await within(
+            self._config.generation.startup_timeout_s,
+            self._trainer.start.remote(await self._shared_gpus(), directory, version),
+            who="the trainer",
+            doing="start",
+        )
+
+    async def warm_up(self, demonstrations: Sequence[Prompt], warmup: WarmupConfig) -> float:
+        """In its turn. Returns the last loss."""
+        return await self._ask(
+            self._trainer.warm_up.remote(demonstrations, warmup), "the supervised warm-up"
+        )
+
+    async def step(self, step: int, version: WeightVersion) -> TrainReport:
+        """Wait for a batch that is fresh enough at this version, and learn from it."""
+        await self._ask(
+            self._trainer.take_batch.remote(version), f"waiting for the batch of step {step}"
+        )
+        async with self.turn():
+            return await self._ask(self._trainer.train_step.remote(step), f"step {step}")
+
+    async def take_snapshot(self) -> None:
+        await self._ask(self._trainer.take_snapshot.remote(), "a snapshot")
+
+    async def until_there(self) -> None:
+        """After its death: Ray brings its process back, if it may."""
+        await until_back(
+            self._config.generation.startup_timeout_s,
+            self._trainer.is_there.remote,
+            who="the trainer",
+            doing="coming back as a process",
+        )
+
+    async def _change_turns(self, call: ActorMethod) -> None:
+        lost = await within(
+            update_timeout_s(self._config),
+            call.remote(),
+            who="the checkpoint engine manager",
+            doing="changing turns between trainer and engines",
+        )
+        if lost:
+            await self._tell_lost(lost)
+
+    async def _ask(self, call: Awaitable[T], doing: str) -> T:
+        try:
+            return await within(
+                self._config.trainer.step_timeout_s,
+                call,
+                who="the trainer",
+                doing=f"{doing} (trainer.step_timeout_s)",
+            )
+        except (ActorUnavailableError, ActorDiedError) as error:
+            raise TrainerLost(f"the trainer was lost during {doing}: {described(error)}") from error

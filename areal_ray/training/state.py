@@ -1,0 +1,79 @@
+"""All that a trainer is: copied at one moment, written at leisure, and taken up again.
+
+The copy is the only part that holds training up. What is written is by parameter names, not by
+ranks, so that another number of them can take it up. Every function blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.utils import _pytree as pytree
+
+from areal_ray.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Part:
+    """A model, and what trains it, if anything does."""
+
+    module: torch.nn.Module
+    optimizer: torch.optim.Optimizer | None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """In host memory, and nobody else's."""
+
+    tensors: dict[str, object]
+
+
+def snapshot(parts: Mapping[str, Part], *, steps: int) -> Snapshot:
+    copied = pytree.tree_map_only(
+        Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), _tensors_of(parts)
+    )
+    return Snapshot({**copied, "steps": steps, "random": torch.get_rng_state()})
+
+
+def write(taken: Snapshot, directory: Path) -> None:
+    try:
+        dcp.save(taken.tensors, checkpoint_id=directory)
+    except (OSError, dcp.api.CheckpointException) as error:
+        raise CheckpointError(f"{directory} can't be written: {error}") from error
+
+
+def restore(parts: Mapping[str, Part], directory: Path) -> int:
+    """Returns how many steps had been taken."""
+    tensors = {**_tensors_of(parts), "steps": 0, "random": torch.get_rng_state()}
+    try:
+        dcp.load(tensors, checkpoint_id=directory)
+    except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
+        raise CheckpointError(f"{directory} does not fit this model: {error}") from error
+    for name, part in parts.items():
+        set_model_state_dict(part.module, tensors[f"{name} model"])
+        if part.optimizer is not None:
+            set_optimizer_state_dict(
+                part.module, part.optimizer, optim_state_dict=tensors[f"{name} optimizer"]
+            )
+    torch.set_rng_state(tensors["random"])
+    return tensors["steps"]
+
+
+def _tensors_of(parts: Mapping[str, Part]) -> dict[str, object]:
+    tensors: dict[str, object] = {}
+    for name, part in parts.items():
+        tensors[f"{name} model"] = get_model_state_dict(part.module)
+        if part.optimizer is not None:
+            tensors[f"{name} optimizer"] = get_optimizer_state_dict(part.module, part.optimizer)
+    return tensors

@@ -1,0 +1,116 @@
+"""Checkpoints on disk: whole, or not there; and what is wrong with one is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from areal_ray.checkpoints import CheckpointStore, open_checkpoint, read_groups, write_groups
+from areal_ray.errors import CheckpointError
+from areal_ray.observability.jsonl import keep_until
+from areal_ray.types import Prompt, Trajectory, TrajectoryGroup
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints", keep=2)
+
+
+def write(store: CheckpointStore, step: int) -> Path:
+    partial = store.begin(step)
+    (partial / "trainer").mkdir()
+    (partial / "trainer" / "shard-0").write_bytes(b"x" * step)
+    (partial / "book.json").write_text("{}")
+    return store.commit(step, version=step).directory
+
+
+def test_the_latest_whole_one_is_found_and_older_ones_are_removed(store: CheckpointStore) -> None:
+    for step in (5, 10, 15):
+        write(store, step)
+    latest = store.latest()
+    assert (latest.step, latest.manifest.version) == (15, 15)
+    assert latest.manifest.files == {"book.json": 2, "trainer/shard-0": 15}
+    assert [p.name for p in sorted(latest.directory.parent.iterdir())] == [
+        "step-00000010",
+        "step-00000015",
+    ]
+
+
+def test_what_was_not_finished_does_not_exist(store: CheckpointStore, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no whole checkpoint"):
+        store.latest()
+    (store.begin(5) / "book.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="holds no whole checkpoint"):
+        store.latest()
+    # A later attempt at the same step begins with nothing.
+    assert list(store.begin(5).iterdir()) == []
+    store.give_up(5)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_missing_or_short_file_is_named_and_the_one_before_is_taken(
+    store: CheckpointStore,
+) -> None:
+    write(store, 5)
+    broken = write(store, 10)
+    (broken / "trainer" / "shard-0").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="trainer/shard-0 has 1 bytes, expected 10"):
+        open_checkpoint(broken)
+    (broken / "trainer" / "shard-0").unlink()
+    with pytest.raises(CheckpointError, match="not whole: trainer/shard-0 is missing"):
+        open_checkpoint(broken)
+    assert store.latest().step == 5
+    (broken / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="it has no manifest.json"):
+        open_checkpoint(broken)
+
+
+def test_a_step_that_is_reached_again_replaces_what_was_there(store: CheckpointStore) -> None:
+    for step in (5, 10):
+        write(store, step)
+    store.forget_after(5)
+    assert store.latest().step == 5
+    write(store, 10)
+    write(store, 10)
+    assert store.latest().step == 10
+
+
+def test_a_place_that_can_not_be_written_to_is_told(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file")
+    with pytest.raises(CheckpointError, match="can't be made: Not a directory"):
+        CheckpointStore(tmp_path / "checkpoints", keep=1).begin(5)
+
+
+def test_groups_come_back_as_they_were(tmp_path: Path) -> None:
+    trajectory = Trajectory(
+        prompt_ids=np.arange(3, dtype=np.int32),
+        response_ids=np.arange(2, dtype=np.int32),
+        response_mask=np.array([True, False]),
+        logprobs=np.array([-0.1, -np.inf], dtype=np.float32),
+        versions=np.array([4, -1], dtype=np.int32),
+        reward=0.1,
+        finish_reason="length",
+        text="é",
+        arrays={"experts": np.arange(6, dtype=np.uint8).reshape(2, 3)},
+    )
+    prompt = Prompt(text="a", answer="b", metadata={"level": 3})
+    write_groups(tmp_path / "groups", [TrajectoryGroup(7, prompt, [trajectory])])
+    (group,) = read_groups(tmp_path / "groups")
+    assert (group.group_id, group.prompt) == (7, prompt)
+    (back,) = group.trajectories
+    for name in ("prompt_ids", "response_ids", "response_mask", "logprobs", "versions"):
+        mine, theirs = getattr(trajectory, name), getattr(back, name)
+        assert mine.dtype == theirs.dtype
+        np.testing.assert_array_equal(mine, theirs)
+    np.testing.assert_array_equal(back.arrays["experts"], trajectory.arrays["experts"])
+    assert (back.reward, back.finish_reason, back.text) == (0.1, "length", "é")
+
+
+def test_records_of_later_steps_and_half_a_line_are_taken_back(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind":"step","step":1}\n{"kind":"evaluation","step":2}\n{"step":3}\n{"st')
+    keep_until(path, 2)
+    assert path.read_text() == '{"kind":"step","step":1}\n{"kind":"evaluation","step":2}\n'
+    keep_until(tmp_path / "none.jsonl", 2)

@@ -1,0 +1,89 @@
+"""A run that goes on from a checkpoint: no group is lost, none is trained on twice."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from rehearsing import PROMPTS, RehearsedCrew, kill, run, simulated
+
+from areal_ray.checkpoints import Checkpoint
+from areal_ray.errors import TrainerLost
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+EACH_ONCE = {"order": "strict", "max_staleness": 2}
+
+
+def rehearse(model: Path, directory: Path, **changes: object) -> RehearsedCrew:
+    return RehearsedCrew(
+        model,
+        directory,
+        engine=simulated(tokens_per_s=200.0, mean_tokens=10.0),
+        generation={"engines": 2, "max_new_tokens": 30},
+        rollout=EACH_ONCE,
+        **changes,
+    )
+
+
+def test_what_was_in_flight_waiting_and_to_come_is_trained_on_once(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """In strict order groups are trained on as they were drawn: so the numbers of the groups tell
+    the whole story, over a crew that is killed and another that goes on in its place."""
+
+    async def before() -> tuple[list[int], Checkpoint]:
+        async with rehearse(tiny_model, tmp_path) as rehearsal:
+            await rehearsal.steps(3)
+            cut = await rehearsal.crew.checkpointing.take_snapshot(rehearsal.version)
+            assert cut.places, "some groups wait to be trained on"
+            trained = list(rehearsal.trained)
+            # Training goes on while it is written.
+            await rehearsal.step()
+            await rehearsal.crew.checkpointing.write(cut)
+            await rehearsal.step()
+            return trained, rehearsal.crew.checkpointing.store.latest()
+
+    async def after(checkpoint: Checkpoint) -> list[int]:
+        async with rehearse(tiny_model, tmp_path, resumed=checkpoint) as rehearsal:
+            assert rehearsal.version == 3
+            await rehearsal.steps(8)
+            counts = await rehearsal.counts()
+            assert (counts.version, counts.failed, counts.expired) == (11, 0, 0)
+            return rehearsal.trained
+
+    first, checkpoint = run(before())
+    assert (checkpoint.step, checkpoint.manifest.version) == (3, 3)
+    second = run(after(checkpoint))
+    assert first + second == list(range(4 * 11))
+    assert len(PROMPTS) < 44, "the cursor went over the end of an epoch"
+
+
+def test_a_trainer_that_is_killed_goes_on_from_the_last_checkpoint(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        async with rehearse(tiny_model, tmp_path, step_s=0.5) as rehearsal:
+            crew = rehearsal.crew
+            await rehearsal.steps(2)
+            cut = await crew.checkpointing.take_snapshot(rehearsal.version)
+            await crew.checkpointing.write(cut)
+            await rehearsal.step()
+            stepping = asyncio.ensure_future(rehearsal.step())
+            await asyncio.sleep(0.2)
+            await kill(crew.trainer)
+            with pytest.raises(TrainerLost):
+                await stepping
+            checkpoint = await crew.recover_trainer(rehearsal.version + 1)
+            assert checkpoint.step == 2
+            rehearsal.version += 1
+            rollout, _ = await crew.status()
+            assert rollout.ledger.version == rehearsal.version == 4
+            await rehearsal.steps(4)
+            # The batch that it was at went back, and was trained on then.
+            assert rehearsal.trained == list(range(4 * 7))
+            counts = await rehearsal.counts()
+            assert (counts.failed, counts.expired) == (0, 0)
+
+    run(scenario())

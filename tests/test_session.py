@@ -1,0 +1,168 @@
+"""The loop of a run, over a crew that is played: what it does when a save or the trainer fails."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from areal_ray.config import Config
+from areal_ray.config_file import from_mapping
+from areal_ray.errors import CheckpointError, TrainerLost
+from areal_ray.session import Session
+from areal_ray.staleness import LedgerCounts
+from areal_ray.training.spec import StepMetrics
+
+LOOP = SimpleNamespace(p99_ms=0.0)
+
+
+def config(**changes: object) -> Config:
+    base = {"name": "a", "model": {"path": "m"}, "steps": 6, "checkpoint": {"every": 2}}
+    return from_mapping(base | changes)
+
+
+class PlayedCrew:
+    """Notes what it is asked for; `failing` steps lose the trainer, once each."""
+
+    def __init__(self, failing: list[int] = [], unwritable: list[int] = []) -> None:  # noqa: B006
+        self.asked: list[str] = []
+        self._failing = list(failing)
+        self._unwritable = list(unwritable)
+        self.checkpointing = SimpleNamespace(take_snapshot=self.take_snapshot, write=self.write)
+        self.writing = asyncio.Event()
+        self.writing.set()
+
+    async def train_step(self, step: int, version: int) -> SimpleNamespace:
+        self.asked.append(f"step {step} at {version}")
+        if step in self._failing:
+            self._failing.remove(step)
+            raise TrainerLost("the trainer was lost")
+        metrics = StepMetrics(
+            loss=0.0, grad_norm=0.0, lr=0.0, tokens=1, clipped=0.0, kl_to_behaviour=0.0, seconds=0.0
+        )
+        return SimpleNamespace(
+            step=step,
+            mean_reward=0.0,
+            mean_response_tokens=1.0,
+            mean_staleness=0.0,
+            max_staleness=0,
+            waited_s=0.0,
+            metrics=metrics,
+            group_ids=[],
+            loop=LOOP,
+        )
+
+    async def update_weights(self, version: int) -> SimpleNamespace:
+        self.asked.append(f"version {version}")
+        outcome = SimpleNamespace(version=version, staged_s=0.0, longest_pause_s=0.0)
+        return SimpleNamespace(outcome=outcome, loop=LOOP)
+
+    async def recover_trainer(self, version: int) -> SimpleNamespace:
+        self.asked.append(f"recovery to version {version}")
+        return SimpleNamespace(step=2)
+
+    async def take_snapshot(self, step: int) -> SimpleNamespace:
+        self.asked.append(f"snapshot {step}")
+        return SimpleNamespace(step=step)
+
+    async def write(self, cut: SimpleNamespace) -> None:
+        await self.writing.wait()
+        if cut.step in self._unwritable:
+            raise CheckpointError("no space left on device")
+        self.asked.append(f"written {cut.step}")
+
+    async def trained(self, group_ids: list[int]) -> None:
+        pass
+
+    async def status(self) -> tuple[SimpleNamespace, SimpleNamespace]:
+        counts = LedgerCounts()
+        rollout = SimpleNamespace(ledger=counts, generated_tokens=0, engines=[], loops={})
+        return rollout, SimpleNamespace(waiting_groups=0, loop=LOOP)
+
+
+class PlayedView:
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def phase(self, text: str) -> None:
+        self.said.append(text)
+
+    def step(self, record: object) -> None:
+        pass
+
+
+def session(crew: PlayedCrew, **changes: object) -> tuple[Session, PlayedView]:
+    view = PlayedView()
+    files = SimpleNamespace(record=lambda record: None)
+    stop = SimpleNamespace(requested=asyncio.Event())
+    return Session(config(**changes), crew, files, view, [], stop), view
+
+
+async def test_checkpoints_are_taken_at_the_start_and_after_every_so_many_steps() -> None:
+    crew = PlayedCrew()
+    made, _ = session(crew)
+    assert await made._learn() == "all steps done"
+    await made._until_saved()
+    assert [one for one in crew.asked if "snapshot" in one] == [
+        f"snapshot {step}" for step in (0, 2, 4, 6)
+    ]
+    assert [one for one in crew.asked if "written" in one] == [
+        f"written {step}" for step in (0, 2, 4, 6)
+    ]
+
+
+async def test_training_goes_on_while_one_is_written_and_the_next_waits_for_it() -> None:
+    crew = PlayedCrew()
+    crew.writing.clear()
+    made, _ = session(crew)
+    learning = asyncio.ensure_future(made._learn())
+    for _ in range(50):
+        await asyncio.sleep(0)
+    # Up to the second snapshot, for which the first must be written.
+    assert crew.asked[-1] == "version 2"
+    assert not learning.done()
+    crew.writing.set()
+    await learning
+
+
+async def test_one_that_can_not_be_written_is_told_and_the_run_goes_on() -> None:
+    crew = PlayedCrew(unwritable=[2])
+    made, view = session(crew)
+    assert await made._learn() == "all steps done"
+    await made._until_saved()
+    (told,) = view.said
+    assert told == (
+        "the checkpoint of step 2 was not written: CheckpointError: no space left on device"
+    )
+    assert crew.asked[-1] == "written 6"
+
+
+async def test_a_lost_trainer_is_recovered_and_costs_a_version() -> None:
+    crew = PlayedCrew(failing=[4])
+    made, view = session(crew)
+    assert await made._learn() == "all steps done"
+    lost = crew.asked.index("step 4 at 3")
+    assert [one for one in crew.asked[lost:] if "written" not in one][:4] == [
+        "step 4 at 3",
+        "recovery to version 4",
+        "step 4 at 4",
+        "version 5",
+    ]
+    assert made.steps == 6
+    assert "the trainer goes on from step 2" in view.said
+
+
+async def test_a_trainer_that_is_lost_too_often_ends_the_run() -> None:
+    crew = PlayedCrew(failing=[1, 1, 2])
+    made, _ = session(crew, trainer={"max_restarts": 2})
+    with pytest.raises(TrainerLost):
+        await made._learn()
+
+
+async def test_without_checkpoints_a_lost_trainer_ends_the_run() -> None:
+    crew = PlayedCrew(failing=[1])
+    made, _ = session(crew, checkpoint={"every": 0})
+    with pytest.raises(TrainerLost):
+        await made._learn()
+    assert crew.asked == ["step 1 at 0"]
