@@ -105,20 +105,16 @@ class Crew:
             # None, if there is nothing that it could go on from.
             max_restarts=config.trainer.max_restarts if config.checkpoint.every else 0,
             **vars(trainer_slot),
-        ).remote(
-            *(
-                (trainer_spec(config, model_path), self.queue, str(run_dir))
-                if rehearsal is None
-                else (rehearsal.step_s, self.queue)
-            )
-        )
+        ).remote()
         self.manager = CheckpointEngineManager.options(
             name="checkpoint-engine-manager", num_cpus=0
         ).remote(self.trainer, manager_spec(config))
+        told = rehearsal or trainer_spec(config, model_path)
         self._trainer_calls = TrainerCalls(
             config,
             self.trainer,
             self.manager,
+            tell=lambda start: self.trainer.start.remote(told, self.queue, str(run_dir), start),
             shared_gpus=self._shared_gpus,
             tell_lost=self._tell_lost,
         )

@@ -20,6 +20,7 @@ from areal_ray.actors.trajectory_queue import Place, read_places
 from areal_ray.checkpoints import write_groups
 from areal_ray.generation.simulated import SimulatedSpec
 from areal_ray.observability.loop_health import LoopHealth
+from areal_ray.training.spec import TrainerStart
 from areal_ray.types import WeightVersion
 from areal_ray.weights.layout import WeightManifest
 from areal_ray.weights.update import GroupMember, SendingPlan
@@ -42,9 +43,9 @@ class PacedReport(msgspec.Struct, frozen=True):
 class PacedTrainer:
     """Takes batches at a steady pace and learns nothing from them."""
 
-    def __init__(self, step_s: float, queue: ActorHandle) -> None:
-        self._step_s = step_s
-        self._batches = Batches(queue, holder="trainer")
+    _batches: Batches | None = None
+
+    def __init__(self) -> None:
         self._version: WeightVersion = 0
         self._loop_health = LoopHealth(who="the paced trainer")
         self._loop_health.start()
@@ -53,9 +54,11 @@ class PacedTrainer:
         pass
 
     async def start(
-        self, gpus: list[str] | None, checkpoint: str | None, version: WeightVersion
+        self, spec: Rehearsal, queue: ActorHandle, run_dir: str, start: TrainerStart
     ) -> None:
-        self._version = version
+        self._step_s = spec.step_s
+        self._batches = Batches(queue, holder="trainer")
+        self._version = start.version
 
     async def take_snapshot(self) -> None:
         pass
@@ -84,7 +87,7 @@ class PacedTrainer:
         return PacedReport(step=step, group_ids=batch.group_ids, oldest_version=oldest)
 
     async def queue_restarted(self, incarnation: str) -> list[int]:
-        return self._batches.queue_restarted(incarnation)
+        return [] if self._batches is None else self._batches.queue_restarted(incarnation)
 
     async def sending_plan(self, bucket_bytes: int, timeout_s: float, verify: bool) -> SendingPlan:
         nothing = WeightManifest(tensors=(), bucket_bytes=bucket_bytes)

@@ -25,7 +25,7 @@ from areal_ray.config import WarmupConfig
 from areal_ray.observability.jsonl import JsonlWriter
 from areal_ray.observability.loop_health import LoopHealth, LoopReport
 from areal_ray.priority import step_aside
-from areal_ray.training.spec import StepMetrics, TrainerSpec
+from areal_ray.training.spec import StepMetrics, TrainerSpec, TrainerStart
 from areal_ray.types import Prompt, TrajectoryGroup, WeightVersion
 from areal_ray.weights.update import GroupMember, SendingPlan
 
@@ -70,11 +70,13 @@ class RolloutRecord(msgspec.Struct, frozen=True):
 
 @ray.remote(max_concurrency=64)
 class TrainerActor:
-    def __init__(self, spec: TrainerSpec, queue: ActorHandle, run_dir: str) -> None:
+    _spec: TrainerSpec
+    _batches: Batches | None = None
+
+    def __init__(self) -> None:
+        """What it is told comes with `start`: arguments may be gone by the time Ray calls this
+        again."""
         step_aside()
-        self._spec = spec
-        self._batches = Batches(queue, holder="trainer")
-        self._run_dir = Path(run_dir)
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._trainer: PolicyTrainer | None = None
         self._rollouts: JsonlWriter[tuple[int, list[TrajectoryGroup]]] | None = None
@@ -88,21 +90,20 @@ class TrainerActor:
         """Answers as soon as there is a process."""
 
     async def start(
-        self, gpus: list[str] | None, checkpoint: str | None, version: WeightVersion
+        self, spec: TrainerSpec, queue: ActorHandle, run_dir: str, start: TrainerStart
     ) -> None:
-        """`gpus`: those to use, where they belong to an engine that the trainer shares them with;
-        otherwise it has its own. `checkpoint`: what to take up again. `version`: what its weights
-        are called."""
-        if gpus is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        self._spec = spec
+        if start.gpus is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(start.gpus)
         self._trainer = await self._in_thread(self._new_trainer)
-        if checkpoint is not None:
-            taken_up = await asyncio.to_thread(open_checkpoint, Path(checkpoint))
+        if start.checkpoint is not None:
+            taken_up = await asyncio.to_thread(open_checkpoint, Path(start.checkpoint))
             await self._in_thread(lambda: self._started.restore(taken_up.trainer))
-        self._version = version
+        self._version = start.version
         self._rollouts = await asyncio.to_thread(
-            JsonlWriter, self._run_dir / "rollouts.jsonl", _rollout_records
+            JsonlWriter, Path(run_dir) / "rollouts.jsonl", _rollout_records
         )
+        self._batches = Batches(queue, holder="trainer")
 
     async def warm_up(self, prompts: Sequence[Prompt], warmup: WarmupConfig) -> float:
         """The supervised phase; returns its last loss."""
@@ -123,27 +124,27 @@ class TrainerActor:
 
     async def take_batch(self, version: WeightVersion) -> None:
         """Wait for the batch that the next step learns from."""
-        await self._batches.take(version)
+        await self._queued.take(version)
 
     async def train_step(self, step: int) -> TrainReport:
         """Learn from the batch that was taken, and let it go."""
-        batch = self._batches.taken
+        batch = self._queued.taken
         try:
             loop = self._loop_health.report()
             report = await self._in_thread(
                 lambda: _report(step, batch, self._train(batch.groups), loop)
             )
         except BaseException:
-            await self._batches.give_back(batch)
+            await self._queued.give_back(batch)
             raise
-        await self._batches.done(batch)
+        await self._queued.done(batch)
         assert self._rollouts is not None
         self._rollouts.write((step, batch.groups))
         return report
 
     async def queue_restarted(self, incarnation: str) -> list[int]:
         """The queue lost what it held. Returns the groups that are here, and will be used."""
-        return self._batches.queue_restarted(incarnation)
+        return [] if self._batches is None else self._batches.queue_restarted(incarnation)
 
     async def sending_plan(self, bucket_bytes: int, timeout_s: float, verify: bool) -> SendingPlan:
         """Open the place where engines join; the weights' names, shapes and order. Comes when a
@@ -193,6 +194,11 @@ class TrainerActor:
         rollouts, self._rollouts = self._rollouts, None
         if rollouts is not None:
             await asyncio.to_thread(rollouts.close)
+
+    @property
+    def _queued(self) -> Batches:
+        assert self._batches is not None
+        return self._batches
 
     @property
     def _started(self) -> PolicyTrainer:

@@ -21,6 +21,7 @@ from areal_ray.config import Config, WarmupConfig
 from areal_ray.deadlines import within
 from areal_ray.errors import TrainerLost, described
 from areal_ray.restoring import Undo
+from areal_ray.training.spec import TrainerStart
 from areal_ray.types import Prompt, WeightVersion
 from areal_ray.weights.transaction import LostEngine
 
@@ -34,14 +35,16 @@ class TrainerCalls:
         trainer: ActorHandle,
         manager: ActorHandle,
         *,
+        tell: Callable[[TrainerStart], Awaitable[None]],
         shared_gpus: Callable[[], Awaitable[list[str] | None]],
         tell_lost: Callable[[Sequence[LostEngine]], Awaitable[None]],
     ) -> None:
-        """`shared_gpus`: of the engine that the trainer shares them with, if it does. `tell_lost`:
-        engines that could not take their turn."""
+        """`tell` starts the trainer. `shared_gpus`: of the engine that it shares them with, if it
+        does. `tell_lost`: engines that could not take their turn."""
         self._config = config
         self._trainer = trainer
         self._manager = manager
+        self._tell = tell
         self._shared_gpus = shared_gpus
         self._tell_lost = tell_lost
 
@@ -61,10 +64,14 @@ class TrainerCalls:
 
     async def start(self, checkpoint: Path | None, version: WeightVersion) -> None:
         """In its turn. `checkpoint`: what to take up again."""
-        directory = None if checkpoint is None else str(checkpoint)
+        start = TrainerStart(
+            version=version,
+            checkpoint=None if checkpoint is None else str(checkpoint),
+            gpus=await self._shared_gpus(),
+        )
         await within(
             self._config.generation.startup_timeout_s,
-            self._trainer.start.remote(await self._shared_gpus(), directory, version),
+            self._tell(start),
             who="the trainer",
             doing="start",
         )

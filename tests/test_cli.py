@@ -91,3 +91,21 @@ def test_help_needs_neither_torch_nor_ray() -> None:
         "assert not {'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+
+
+def test_there_must_be_something_to_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train", config(tmp_path), "--resume", f"runs_dir={tmp_path / 'runs'}"]
+    assert main(arguments) == 2
+    assert "/checkpoints holds no whole checkpoint" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    arguments = ["train", config(tmp_path), "--resume-from", str(tmp_path / "empty")]
+    assert main(arguments) == 2
+    assert "empty is no checkpoint: it has no manifest.json" in capsys.readouterr().err
+
+
+def test_an_option_that_does_not_exist_is_refused_wherever_it_stands(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(["train", config(tmp_path), "--resume", "steps=3", "--restart"])
+    assert refused.value.code == 2

@@ -29,7 +29,12 @@ REFUSALS = (CheckpointError, ConfigError, DataError, ModelError, PluginError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    # argparse takes no positional arguments behind an option: `train a.yaml --resume steps=50`.
+    if unknown := [one for one in rest if one.startswith("-")]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    options.overrides += rest
     return options.command(options)
 
 

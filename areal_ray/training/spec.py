@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from areal_ray.config import TrainerConfig
+from areal_ray.types import WeightVersion
 
 
 class TrainerSpec(msgspec.Struct, frozen=True):
@@ -21,6 +22,18 @@ class TrainerSpec(msgspec.Struct, frozen=True):
     """Of the whole run, for schedules."""
     packed_algorithm: bytes
     """An `algorithms.Algorithm`: a user's own functions exist in the driver alone."""
+
+
+class TrainerStart(msgspec.Struct, frozen=True):
+    """What a trainer begins with, the first time or after its death."""
+
+    version: WeightVersion
+    """What its weights are called."""
+    checkpoint: str | None = None
+    """The directory of what it takes up again."""
+    gpus: list[str] | None = None
+    """Those to use, where they belong to an engine that it shares them with; otherwise it has its
+    own."""
 
 
 class Mismatch(msgspec.Struct, frozen=True):
