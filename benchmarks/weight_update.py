@@ -24,17 +24,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import ray
 import torch
 from common import Figure, local_cluster, resolved, say, show
+from engine_load import Load, make_model, new_engine
 from ray.actor import ActorHandle
 
 from areal_ray.actors.checkpoint_engine import CheckpointEngineManager, EngineMember, ManagerSpec
-from areal_ray.actors.generation import GenerationActor
-from areal_ray.generation.engine import EngineSpec
 from areal_ray.generation.simulated_weights import HeldTensors
-from areal_ray.types import GenerationRequest, Sampling, WeightVersion
+from areal_ray.types import WeightVersion
 from areal_ray.weights.layout import StreamLayout
 from areal_ray.weights.receiver import StagingReceiver
 from areal_ray.weights.sender import Sender
@@ -45,28 +43,6 @@ from areal_ray.weights.update import GroupMember, SendingPlan, WeightUpdate
 HOST = "127.0.0.1"
 TIMEOUT_S = 120.0
 BUCKET_BYTES = 64 << 20
-PROMPT_TOKENS, ANSWER_TOKENS = 16, 2000
-
-
-def make_model(directory: Path) -> None:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    config = Qwen2Config(
-        vocab_size=32000,
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        num_key_value_heads=12,
-        max_position_embeddings=PROMPT_TOKENS + ANSWER_TOKENS,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    torch.manual_seed(0)
-    Qwen2ForCausalLM(config).save_pretrained(directory)
 
 
 class Bare:
@@ -204,30 +180,6 @@ async def measure_transfer(
     return statistics.median(bare_s), statistics.median(staged_s), statistics.median(ratios)
 
 
-class Load:
-    """Samples in flight at an engine, and how many tokens they have."""
-
-    def __init__(self, engine: ActorHandle, samples: int) -> None:
-        self._engine = engine
-        self._known = {"load": [0] * samples}
-        rng = np.random.default_rng(0)
-        request = GenerationRequest(
-            request_id="load",
-            prompt_ids=rng.integers(2, 32000, PROMPT_TOKENS).astype(np.int32),
-            n=samples,
-            sampling=Sampling(max_new_tokens=ANSWER_TOKENS),
-        )
-        self._running = engine.generate.remote(request)
-
-    async def tokens(self) -> int:
-        told = await self._engine.progress.remote(self._known)
-        return sum(len(completion.token_ids) for completion in told["load"])
-
-    async def until_begun(self) -> None:
-        while not await self.tokens():  # noqa: ASYNC110 - it happens in another process
-            await asyncio.sleep(0.1)
-
-
 class PauseFigures(msgspec.Struct):
     update_s: float
     pause_s: float
@@ -239,23 +191,8 @@ class PauseFigures(msgspec.Struct):
 async def measure_pause(
     trainer: ActorHandle, model: Path, staging: StagingMode, *, samples: int, seconds: float
 ) -> PauseFigures:
-    engine = GenerationActor.options(num_cpus=0, max_concurrency=64).remote(
-        EngineSpec(
-            name=f"engine-{staging}",
-            model_path=str(model),
-            dtype="float32",
-            device="cpu",
-            max_prompt_tokens=PROMPT_TOKENS,
-            max_new_tokens=ANSWER_TOKENS,
-            max_samples=samples,
-            tensor_parallel=1,
-            kv_cache_gib=None,
-            gpu_memory=0.85,
-            trust_remote_code=False,
-            seed=0,
-            staging=staging,
-            kv_after_update="keep",
-        )
+    engine = new_engine(
+        f"engine-{staging}", model, samples=samples, staging=staging, kv_after_update="keep"
     )
     started = await engine.start.remote()
     manager = CheckpointEngineManager.options(num_cpus=0).remote(
@@ -270,6 +207,7 @@ async def measure_pause(
                 restore_timeout_s=30.0,
                 max_failures=1,
             ),
+            start_timeout_s=TIMEOUT_S,
         ),
     )
     await manager.sync.remote(
@@ -277,11 +215,6 @@ async def measure_pause(
     )
     load = Load(engine, samples)
     await load.until_begun()
-
-    async def rate(work: Callable[[], object]) -> float:
-        before, began = await load.tokens(), time.perf_counter()
-        await work()
-        return (await load.tokens() - before) / (time.perf_counter() - began)
 
     pauses, updates = [], []
 
@@ -295,8 +228,8 @@ async def measure_pause(
             pauses.append(report.outcome.longest_pause_s)
             await asyncio.sleep(2.0)
 
-    undisturbed = await rate(lambda: asyncio.sleep(seconds))
-    updating = await rate(update_again_and_again)
+    undisturbed = await load.rate(lambda: asyncio.sleep(seconds))
+    updating = await load.rate(update_again_and_again)
     for actor in (manager, engine):
         ray.kill(actor)
     return PauseFigures(
