@@ -43,9 +43,8 @@ class PacedReport(msgspec.Struct, frozen=True):
 class PacedTrainer:
     """Takes batches at a steady pace and learns nothing from them."""
 
-    _batches: Batches | None = None
-
     def __init__(self) -> None:
+        self._batches: Batches | None = None
         self._version: WeightVersion = 0
         self._loop_health = LoopHealth(who="the paced trainer")
         self._loop_health.start()

@@ -71,12 +71,12 @@ class RolloutRecord(msgspec.Struct, frozen=True):
 @ray.remote(max_concurrency=64)
 class TrainerActor:
     _spec: TrainerSpec
-    _batches: Batches | None = None
 
     def __init__(self) -> None:
         """What it is told comes with `start`: arguments may be gone by the time Ray calls this
         again."""
         step_aside()
+        self._batches: Batches | None = None
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._trainer: PolicyTrainer | None = None
         self._rollouts: JsonlWriter[tuple[int, list[TrajectoryGroup]]] | None = None

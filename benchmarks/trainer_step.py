@@ -385,7 +385,14 @@ def compare_steps(arguments: argparse.Namespace, model: Path) -> None:
         figures[f"tokens_per_s_{key}"] = [round(rate, 1) for rate in theirs.by_wall]
         if theirs is not ours:
             figures |= {f"ratio_to_{key}": ratio, f"cpu_ratio_to_{key}": cpu_ratio}
-    headings = ["", "positions/token", "tokens/s", "areal_ray's", "tokens/CPU s", "areal_ray's"]
+    headings = [
+        "",
+        "positions/token",
+        "tokens/s",
+        "areal_ray / it",
+        "tokens/CPU s",
+        "areal_ray / it",
+    ]
     show(headings, rows, figures)
 
 
@@ -454,7 +461,7 @@ def compare_memory(arguments: argparse.Namespace, model: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--groups", type=int, default=4, help="of 8 samples, in a step")
+    parser.add_argument("--groups", type=int, default=3, help="of 8 samples, in a step")
     parser.add_argument("--memory-tokens", type=int, default=8192)
     parser.add_argument("--only", choices=["step", "memory"])
     arguments = parser.parse_args()

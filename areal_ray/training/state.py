@@ -7,7 +7,7 @@ ranks, so that another number of them can take it up. Every function blocks.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -55,12 +55,22 @@ def write(taken: Snapshot, directory: Path) -> None:
 
 def restore(parts: Mapping[str, Part], directory: Path) -> int:
     """Returns how many steps had been taken."""
-    tensors = {**_tensors_of(parts), "steps": 0, "random": torch.get_rng_state()}
     try:
+        written = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+        names = {key.partition(".")[0] for key in written}
+        there = {
+            name: part if f"{name} optimizer" in names else replace(part, optimizer=None)
+            for name, part in parts.items()
+        }
+        tensors = {
+            **_tensors_of(there, begun_or_not=True),
+            "steps": 0,
+            "random": torch.get_rng_state(),
+        }
         dcp.load(tensors, checkpoint_id=directory)
     except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
         raise CheckpointError(f"{directory} does not fit this model: {error}") from error
-    for name, part in parts.items():
+    for name, part in there.items():
         set_model_state_dict(part.module, tensors[f"{name} model"])
         if part.optimizer is not None:
             set_optimizer_state_dict(
@@ -70,10 +80,11 @@ def restore(parts: Mapping[str, Part], directory: Path) -> int:
     return tensors["steps"]
 
 
-def _tensors_of(parts: Mapping[str, Part]) -> dict[str, object]:
+def _tensors_of(parts: Mapping[str, Part], *, begun_or_not: bool = False) -> dict[str, object]:
+    """An optimizer that has not begun has no state; asked for it, torch would take a first step."""
     tensors: dict[str, object] = {}
     for name, part in parts.items():
         tensors[f"{name} model"] = get_model_state_dict(part.module)
-        if part.optimizer is not None:
+        if part.optimizer is not None and (part.optimizer.state or begun_or_not):
             tensors[f"{name} optimizer"] = get_optimizer_state_dict(part.module, part.optimizer)
     return tensors
