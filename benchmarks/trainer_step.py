@@ -1,13 +1,10 @@
-"""What a GRPO step costs: packed against padded, by hand and by TRL; the memory of its logits.
+"""What a GRPO step costs: packed against padded, by hand and by TRL.
 
-Two measurements on a Qwen2 of random weights, on CPUs, in float32:
-
-- step: forward, backward and AdamW on the same sequences of very unequal lengths, turn by turn,
-  in tokens/s without padding: `PolicyTrainer.train_on`; a padded loop as one writes it by hand;
-  TRL's `GRPOTrainer`. All have the same loss (`token_mean`, what TRL calls dapo), which is checked
-  before anything is timed: loss and gradient of the first step must agree.
-- memory: the peak of the logprobs of 8 thousand tokens with their gradient, at a vocabulary of
-  32 thousand, in chunks against all logits at once, each in a process of its own.
+Forward, backward and AdamW on a Qwen2 of random weights, on CPUs, in float32, on the same sequences
+of very unequal lengths, turn by turn, in tokens/s without padding: `PolicyTrainer.train_on`; a
+padded loop as one writes it by hand; TRL's `GRPOTrainer`. All have the same loss (`token_mean`,
+what TRL calls dapo), which is checked before anything is timed: loss and gradient of the first step
+must agree.
 
 TRL is driven from `training_step` on, with only its sampling and scoring left out: it pads all
 samples of a step to the longest, and is given the old logprobs for nothing. On CPUs it computes
@@ -19,12 +16,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,8 +37,7 @@ from areal_ray.algorithm_config import AlgorithmConfig
 from areal_ray.algorithms import Algorithm
 from areal_ray.config import TrainerConfig
 from areal_ray.plugins import pack as pickled
-from areal_ray.training.model import CausalModel
-from areal_ray.training.packing import LearnedSequence, pack
+from areal_ray.training.packing import pack
 from areal_ray.training.spec import TrainerSpec
 from areal_ray.training.step_data import step_data
 from areal_ray.training.trainer import PolicyTrainer
@@ -52,18 +46,12 @@ from areal_ray.types import Trajectory, TrajectoryGroup
 HIDDEN, LAYERS = 192, 4
 VOCABULARY = 16000
 """Six tenths of the weights that a token meets are the head's: small models are like that."""
-MEMORY_VOCABULARY = 32000
 PROMPT_TOKENS = (24, 40)
 MEDIAN_ANSWER, SPREAD, LONGEST_ANSWER = 60, 1.0, 512
 MICRO_BATCH_SEQUENCES = 8
 """TRL's default, `per_device_train_batch_size`."""
-ROW_TOKENS = 512
-"""Of the sequences whose memory is measured."""
 ALGORITHM = AlgorithmConfig()
 OPTIMIZER = TrainerConfig(lr_warmup_steps=0)
-MIB = 1 << 20
-
-HeadWay = Literal["no logits", "in chunks", "all at once"]
 
 
 @dataclass(frozen=True)
@@ -400,77 +388,13 @@ def _median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
-def peak_mib(way: HeadWay, model_path: Path, tokens: int) -> float:
-    """Above what the process had with the model loaded. For a process of its own."""
-    model = CausalModel(str(model_path), device=torch.device("cpu"), trust_remote_code=False)
-    rng = np.random.default_rng(0)
-    sequences = [
-        LearnedSequence(
-            token_ids=rng.integers(2, MEMORY_VOCABULARY, ROW_TOKENS),
-            learned=np.arange(ROW_TOKENS) > 0,
-        )
-        for _ in range(tokens // ROW_TOKENS)
-    ]
-    (batch,) = pack(sequences, budget_tokens=tokens)
-    # Makes the peak so far, which importing and loading made, forgotten.
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _status_mib("VmRSS")
-    match way:
-        case "no logits":
-            result = model.hidden_before(batch)
-        case "in chunks":
-            result = model.logprobs(batch, temperature=1.0)
-        case "all at once":
-            logits = model.module(
-                input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
-            ).logits
-            result = plain_logprobs(logits, batch.input_ids)
-    result.sum().backward()
-    return _status_mib("VmHWM") - before
-
-
-def _status_mib(name: str) -> float:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024 / MIB
-    raise LookupError(f"/proc/self/status: expected {name}")
-
-
-def compare_memory(arguments: argparse.Namespace, model: Path) -> None:
-    peaks: dict[HeadWay, float] = {}
-    for way in ("no logits", "in chunks", "all at once"):
-        say(f"memory of {arguments.memory_tokens} tokens, {way}")
-        # Spawned, since a fork begins with this process's memory.
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as alone:
-            peaks[way] = alone.submit(peak_mib, way, model, arguments.memory_tokens).result()
-    layers, chunked, plain = peaks["no logits"], peaks["in chunks"], peaks["all at once"]
-    show(
-        ["logits", "peak MiB", "above the layers'"],
-        [[way, f"{peak:.0f}", f"{peak - layers:.0f}"] for way, peak in peaks.items()],
-        {
-            "memory_tokens": arguments.memory_tokens,
-            "peak_mib_layers": layers,
-            "peak_mib_chunked": chunked,
-            "peak_mib_plain": plain,
-            "plain_to_chunked": plain / chunked,
-            "plain_to_chunked_above_layers": (plain - layers) / (chunked - layers),
-        },
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--groups", type=int, default=3, help="of 8 samples, in a step")
-    parser.add_argument("--memory-tokens", type=int, default=8192)
-    parser.add_argument("--only", choices=["step", "memory"])
     arguments = parser.parse_args()
-    if arguments.only != "memory":
-        with random_model(hidden=HIDDEN, layers=LAYERS, vocabulary=VOCABULARY) as model:
-            compare_steps(arguments, model)
-    if arguments.only != "step":
-        with random_model(hidden=HIDDEN, layers=LAYERS, vocabulary=MEMORY_VOCABULARY) as model:
-            compare_memory(arguments, model)
+    with random_model(hidden=HIDDEN, layers=LAYERS, vocabulary=VOCABULARY) as model:
+        compare_steps(arguments, model)
 
 
 if __name__ == "__main__":

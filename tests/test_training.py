@@ -24,6 +24,7 @@ from areal_ray.training.model import CausalModel
 from areal_ray.training.packing import LearnedSequence, pack
 from areal_ray.training.spec import StepMetrics, TrainerSpec
 from areal_ray.training.step_data import step_data
+from areal_ray.training.token_statistics import token_statistics
 from areal_ray.training.trainer import PolicyTrainer
 from areal_ray.types import Prompt, Trajectory, TrajectoryGroup
 
@@ -91,20 +92,49 @@ def test_a_packed_sequence_has_the_logprobs_it_has_alone(model: CausalModel, one
         torch.testing.assert_close(mine, alone, atol=1e-5, rtol=0)
 
 
-def test_logprobs_in_chunks_are_the_same(
-    model: CausalModel, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_token_statistics_have_the_values_and_gradients_of_the_plain_way(
+    with_bias: bool, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (batch,) = pack([sequence(20, 15), sequence(16, 9)], budget_tokens=1000)
+    """In tiles of two tokens, the last of them with one."""
+    monkeypatch.setattr("areal_ray.training.token_statistics.TILE_ELEMENTS", 2 * 11)
+    torch.manual_seed(0)
+    head = torch.nn.Linear(4, 11, bias=with_bias)
+    hidden = torch.randn(7, 4, requires_grad=True)
+    targets = torch.randint(11, (7,))
+    weights = torch.randn(2, 7)
 
-    def value_and_gradient() -> tuple[torch.Tensor, torch.Tensor]:
-        model.module.zero_grad()
-        logprobs = model.logprobs(batch, temperature=1.0)
-        logprobs.square().sum().backward()
-        return logprobs.detach(), model.module.lm_head.weight.grad.clone()
+    def plain() -> tuple[torch.Tensor, torch.Tensor]:
+        logp = (head(hidden) / temperature).log_softmax(-1)
+        return logp.gather(-1, targets[:, None]).squeeze(-1), -(logp.exp() * logp).sum(-1)
 
-    whole = value_and_gradient()
-    monkeypatch.setattr("areal_ray.training.model.LOGITS_CHUNK_TOKENS", 5)
-    torch.testing.assert_close(value_and_gradient(), whole)
+    def tiled() -> tuple[torch.Tensor, torch.Tensor]:
+        return token_statistics(hidden, head, targets, temperature=temperature, with_entropy=True)
+
+    results = []
+    for way in (plain, tiled):
+        logprobs, entropies = way()
+        loss = (weights[0] * logprobs + weights[1] * entropies).sum()
+        gradients = torch.autograd.grad(loss, [hidden, *head.parameters()])
+        results.append([logprobs.detach(), entropies.detach(), *gradients])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+def test_without_entropy_nothing_is_said_of_it_and_a_frozen_head_gets_no_gradient() -> None:
+    head = torch.nn.Linear(4, 11, bias=False).requires_grad_(False)
+    hidden = torch.randn(3, 4, requires_grad=True)
+    logprobs, entropies = token_statistics(
+        hidden, head, torch.tensor([1, 2, 3]), temperature=1.0, with_entropy=False
+    )
+    assert entropies is None
+    logprobs.sum().backward()
+    assert head.weight.grad is None
+    expected = torch.autograd.grad(
+        head(hidden).log_softmax(-1)[range(3), [1, 2, 3]].sum(), [hidden]
+    )[0]
+    torch.testing.assert_close(hidden.grad, expected)
 
 
 def trainer(
@@ -406,3 +436,9 @@ def test_a_checkpoint_of_another_model_is_refused(tiny_model: Path, tmp_path: Pa
     other = trainer(tiny_model, algorithm=EVERYTHING)
     with pytest.raises(CheckpointError, match="does not fit this model"):
         other.restore(tmp_path / "trainer")
+
+
+def test_a_place_that_can_not_be_written_to_is_told(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no directory")
+    with pytest.raises(CheckpointError, match="file/trainer can't be written: .*Not a directory"):
+        state.write(trainer(tiny_model).snapshot(), tmp_path / "file" / "trainer")

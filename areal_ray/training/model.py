@@ -8,14 +8,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from areal_ray.errors import ModelError
 from areal_ray.training.packing import MicroBatch
-
-LOGITS_CHUNK_TOKENS = 2048
-"""Logits exist for this many tokens at a time: a vocabulary is large, a batch is long."""
+from areal_ray.training.token_statistics import token_statistics
 
 _CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
@@ -64,19 +61,13 @@ class CausalModel:
         self, batch: MicroBatch, *, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         """The logprob of each learned token; the entropy of what could have stood there."""
-        before_targets = self.hidden_before(batch)
-        pieces = zip(
-            before_targets.split(LOGITS_CHUNK_TOKENS),
-            batch.targets.split(LOGITS_CHUNK_TOKENS),
-            strict=True,
+        return token_statistics(
+            self.hidden_before(batch),
+            self.module.get_output_embeddings(),
+            batch.targets,
+            temperature=temperature,
+            with_entropy=with_entropy,
         )
-        arguments = [(h, t, temperature, with_entropy) for h, t in pieces]
-        if len(batch.targets) <= LOGITS_CHUNK_TOKENS:
-            chunks = [self._of_chunk(*chunk) for chunk in arguments]
-        else:
-            chunks = [checkpoint(self._of_chunk, *c, use_reentrant=False) for c in arguments]
-        logprobs, entropies = zip(*chunks, strict=True)
-        return torch.cat(logprobs), torch.cat(entropies) if with_entropy else None
 
     def hidden_before(self, batch: MicroBatch) -> Tensor:
         """The last state at the token before each learned one."""
@@ -102,18 +93,6 @@ class CausalModel:
         twin = copy.copy(self)
         twin.module = copy.deepcopy(self.module).requires_grad_(False)
         return twin
-
-    def _of_chunk(
-        self, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        head = self.module.get_output_embeddings()
-        logits = head(hidden.to(head.weight.dtype)).float() / temperature
-        chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
-        normalizer = logits.logsumexp(-1)
-        if not with_entropy:
-            return chosen - normalizer, None
-        expected = (torch.softmax(logits, -1) * logits).sum(-1)
-        return chosen - normalizer, normalizer - expected
 
 
 def _switch_dropout_off(module: torch.nn.Module) -> None:

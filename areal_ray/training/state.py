@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.utils import _pytree as pytree
 
-from areal_ray.errors import CheckpointError
+from areal_ray.errors import CheckpointError, described
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def write(taken: Snapshot, directory: Path) -> None:
     try:
         dcp.save(taken.tensors, checkpoint_id=directory)
     except (OSError, dcp.api.CheckpointException) as error:
-        raise CheckpointError(f"{directory} can't be written: {error}") from error
+        raise CheckpointError(f"{directory} can't be written: {_cause(error)}") from error
 
 
 def restore(parts: Mapping[str, Part], directory: Path) -> int:
@@ -69,7 +69,7 @@ def restore(parts: Mapping[str, Part], directory: Path) -> int:
         }
         dcp.load(tensors, checkpoint_id=directory)
     except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
-        raise CheckpointError(f"{directory} does not fit this model: {error}") from error
+        raise CheckpointError(f"{directory} does not fit this model: {_cause(error)}") from error
     for name, part in there.items():
         set_model_state_dict(part.module, tensors[f"{name} model"])
         if part.optimizer is not None:
@@ -78,6 +78,13 @@ def restore(parts: Mapping[str, Part], directory: Path) -> int:
             )
     torch.set_rng_state(tensors["random"])
     return tensors["steps"]
+
+
+def _cause(error: BaseException) -> str:
+    """In one line: torch tells the traceback of each rank."""
+    if isinstance(error, dcp.api.CheckpointException):
+        return "; ".join(described(failure) for failure, _ in error.failures.values())
+    return described(error)
 
 
 def _tensors_of(parts: Mapping[str, Part], *, begun_or_not: bool = False) -> dict[str, object]:
