@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_ray.algorithms import Algorithm
 from areal_ray.config import check, resolve
 from areal_ray.config_file import from_mapping, load, to_yaml
 from areal_ray.errors import ConfigError
@@ -281,3 +282,10 @@ def test_a_resolved_config_reads_back_as_itself(tmp_path: Path) -> None:
 
 def test_the_demo_is_configured_in_25_lines() -> None:
     assert len((EXAMPLES / "arithmetic.yaml").read_text().splitlines()) <= 25
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_example_is_whole(path: Path) -> None:
+    config = load(str(path), [])
+    check(config)
+    Algorithm.of(resolve(config, device="cpu").algorithm)
