@@ -145,18 +145,22 @@ class Session:
     async def _recover(self, lost: TrainerLost) -> None:
         """Go on from the last checkpoint: what was learnt since is lost, and no group is trained on
         again for it."""
-        self._recoveries += 1
-        if not self._config.checkpoint.every or (
-            self._recoveries > self._config.trainer.max_restarts
-        ):
-            raise lost
-        logs.warning("{}", lost)
-        self._view.phase("the trainer is lost: going on from the last checkpoint")
         await self._until_saved()
         await self._end_evaluation()
-        checkpoint = await self._crew.recover_trainer(self._version + 1)
-        self._version += 1
-        self._view.phase(f"the trainer goes on from step {checkpoint.step}")
+        may_restart = self._config.trainer.max_restarts if self._config.checkpoint.every else 0
+        while self._recoveries < may_restart:
+            self._recoveries += 1
+            logs.warning("{}", lost)
+            self._view.phase("the trainer is lost: going on from the last checkpoint")
+            try:
+                checkpoint = await self._crew.recover_trainer(self._version + 1)
+            except TrainerLost as again:
+                lost = again
+                continue
+            self._version += 1
+            self._view.phase(f"the trainer goes on from step {checkpoint.step}")
+            return
+        raise lost
 
     async def _checkpoint(self) -> None:
         """Wait for the copy alone; it is written while training goes on."""
@@ -179,6 +183,7 @@ class Session:
             told = f"the checkpoint of step {cut.step} was not written: {described(error)}"
             logs.warning("{}", told)
             self._view.phase(told)
+            self._saved_step = None
 
     def _begin_evaluation(self) -> None:
         """Evaluate the version that the engines serve, unless that is done or under way."""

@@ -153,6 +153,32 @@ async def test_a_lost_trainer_is_recovered_and_costs_a_version() -> None:
     assert "the trainer goes on from step 2" in view.said
 
 
+async def test_a_trainer_that_dies_while_it_is_recovered_is_recovered_again() -> None:
+    crew = PlayedCrew(failing=[4])
+    recover, deaths = crew.recover_trainer, [TrainerLost("again"), TrainerLost("and again")]
+
+    async def dying(version: int) -> SimpleNamespace:
+        if deaths:
+            raise deaths.pop()
+        return await recover(version)
+
+    crew.recover_trainer = dying
+    made, _ = session(crew)
+    assert await made._learn() == "all steps done"
+    assert "step 4 at 4" in crew.asked
+
+
+async def test_the_last_checkpoint_is_tried_again_if_it_could_not_be_written() -> None:
+    crew = PlayedCrew(unwritable=[6])
+    made, _ = session(crew)
+    await made._learn()
+    await made._until_saved()
+    crew._unwritable.clear()
+    await made._checkpoint()
+    await made._until_saved()
+    assert crew.asked[-1] == "written 6"
+
+
 async def test_a_trainer_that_is_lost_too_often_ends_the_run() -> None:
     crew = PlayedCrew(failing=[1, 1, 2])
     made, _ = session(crew, trainer={"max_restarts": 2})
