@@ -19,10 +19,11 @@ from areal_ray.actors.calls import ASK_TIMEOUT_S, until_back
 from areal_ray.actors.crew_specs import journal_path
 from areal_ray.actors.trainer_calls import TrainerCalls
 from areal_ray.actors.trajectory_queue import Place
-from areal_ray.checkpoints import BOOK, GROUPS, TRAINER, Checkpoint, CheckpointStore
-from areal_ray.config import CheckpointConfig
+from areal_ray.checkpoints import BOOK, GROUPS, TRAINER, Checkpoint, CheckpointStore, draws_of
+from areal_ray.config import Config
 from areal_ray.deadlines import within
 from areal_ray.journal import Journal
+from areal_ray.restoring import uncancelled
 from areal_ray.rollout_book import BookState
 
 
@@ -39,7 +40,7 @@ class Cut:
 class Checkpointing:
     def __init__(
         self,
-        config: CheckpointConfig,
+        config: Config,
         run_dir: Path,
         *,
         controller: ActorHandle,
@@ -47,13 +48,14 @@ class Checkpointing:
         trainer: ActorHandle,
         trainer_calls: TrainerCalls,
     ) -> None:
-        self._config = config
+        self._config = config.checkpoint
+        self._draws = draws_of(config)
         self._journal = Journal(journal_path(run_dir))
         self._controller = controller
         self._queue = queue
         self._trainer = trainer
         self._trainer_calls = trainer_calls
-        self.store = CheckpointStore(run_dir / "checkpoints", keep=config.keep)
+        self.store = CheckpointStore(run_dir / "checkpoints", keep=config.checkpoint.keep)
 
     async def take_snapshot(self, step: int) -> Cut:
         """Returns when training may go on: only the trainer's tensors are copied for it."""
@@ -88,10 +90,12 @@ class Checkpointing:
                 who="the trainer",
                 doing="writing a checkpoint (checkpoint.timeout_s)",
             )
-            await asyncio.to_thread(self.store.commit, cut.step, cut.book.counts.version)
         except BaseException:
             await asyncio.to_thread(self.store.give_up, cut.step)
             raise
+        # To its end: a cancellation would leave the thread at it.
+        version = cut.book.counts.version
+        await uncancelled(asyncio.to_thread(self.store.commit, cut.step, version, self._draws))
 
     async def take_up_rollouts(self, checkpoint: Checkpoint) -> None:
         """Before the controller is attached: it finds a journal, as if it had been killed at that
@@ -100,7 +104,7 @@ class Checkpointing:
         unpaused = msgspec.structs.replace(book, is_paused=False)
         await asyncio.to_thread(self._journal.begin, unpaused)
         await until_back(
-            ASK_TIMEOUT_S,
+            self._config.timeout_s,
             lambda: self._queue.restore.remote(str(checkpoint.groups)),
             who="the trajectory queue",
             doing="taking groups up again",

@@ -131,7 +131,7 @@ class Crew:
             max_restarts=MAX_CONTROL_RESTARTS,
         ).remote(controller_spec(config, run_dir))
         self.checkpointing = Checkpointing(
-            config.checkpoint,
+            config,
             run_dir,
             controller=self.controller,
             queue=self.queue,

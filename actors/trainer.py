@@ -95,11 +95,12 @@ class TrainerActor:
         self._spec = spec
         if start.gpus is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(start.gpus)
-        self._trainer = await self._in_thread(self._new_trainer)
+        trainer = await self._in_thread(self._new_trainer)
         if start.checkpoint is not None:
             taken_up = await asyncio.to_thread(open_checkpoint, Path(start.checkpoint))
-            await self._in_thread(lambda: self._started.restore(taken_up.trainer))
-        self._version = start.version
+            await self._in_thread(lambda: trainer.restore(taken_up.trainer))
+        # Only now: who asks for weights before must not get others.
+        self._trainer, self._version = trainer, start.version
         self._rollouts = await asyncio.to_thread(
             JsonlWriter, Path(run_dir) / "rollouts.jsonl", _rollout_records
         )

@@ -69,12 +69,15 @@ class TrainerCalls:
             checkpoint=None if checkpoint is None else str(checkpoint),
             gpus=await self._shared_gpus(),
         )
-        await within(
-            self._config.generation.startup_timeout_s,
-            self._tell(start),
-            who="the trainer",
-            doing="start",
-        )
+        try:
+            await within(
+                self._config.generation.startup_timeout_s,
+                self._tell(start),
+                who="the trainer",
+                doing="start",
+            )
+        except (ActorUnavailableError, ActorDiedError) as error:
+            raise TrainerLost(f"the trainer was lost as it started: {described(error)}") from error
 
     async def warm_up(self, demonstrations: Sequence[Prompt], warmup: WarmupConfig) -> float:
         """In its turn. Returns the last loss."""

@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from areal_ray import logs
+from areal_ray.config import Config
 from areal_ray.errors import CheckpointError
 from areal_ray.rollout_book import BookState
 from areal_ray.types import TrajectoryGroup, WeightVersion
@@ -34,9 +35,22 @@ TRAINER = "trainer"
 PREFIX = "step-"
 
 
+class Draws(msgspec.Struct, frozen=True):
+    """What the rollout book means: with others, its numbers would tell of something else."""
+
+    groups_per_step: int
+    seed: int
+    shuffle: bool
+
+
+def draws_of(config: Config) -> Draws:
+    return Draws(config.trainer.groups_per_step, config.seed, config.data.shuffle)
+
+
 class Manifest(msgspec.Struct, frozen=True):
     step: int
     version: WeightVersion
+    draws: Draws
     files: dict[str, int]
     """Each by its path here, with its size in bytes."""
 
@@ -80,14 +94,14 @@ class CheckpointStore:
             raise CheckpointError(f"{partial} can't be made: {error.strerror}") from error
         return partial
 
-    def commit(self, step: int, version: WeightVersion) -> Checkpoint:
+    def commit(self, step: int, version: WeightVersion, draws: Draws) -> Checkpoint:
         """All parts are there: from now on it is a checkpoint."""
         partial, whole = self._partial(step), self._directory / f"{PREFIX}{step:08d}"
         files = {}
         for path in sorted(p for p in partial.rglob("*") if p.is_file()):
             _sync(path)
             files[str(path.relative_to(partial))] = path.stat().st_size
-        manifest = Manifest(step=step, version=version, files=files)
+        manifest = Manifest(step=step, version=version, draws=draws, files=files)
         (partial / MANIFEST).write_bytes(msgspec.json.encode(manifest))
         _sync(partial / MANIFEST)
         # One of the same step is there if a run was resumed from before it.

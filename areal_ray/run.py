@@ -21,7 +21,13 @@ import msgspec
 from areal_ray.actors.crew import Crew
 from areal_ray.actors.crew_specs import Task
 from areal_ray.algorithms import Algorithm
-from areal_ray.checkpoints import Checkpoint, CheckpointStore, open_checkpoint
+from areal_ray.checkpoints import (
+    Checkpoint,
+    CheckpointStore,
+    Draws,
+    draws_of,
+    open_checkpoint,
+)
 from areal_ray.config import Config, check, resolve
 from areal_ray.config_file import from_mapping
 from areal_ray.data import load_prompts
@@ -272,8 +278,22 @@ def _checkpoint(config: Config, resume: str | None) -> Checkpoint | None:
     if resume is None:
         return None
     if resume == LATEST:
-        return CheckpointStore(config.run_dir / "checkpoints", keep=1).latest()
-    return open_checkpoint(Path(resume))
+        checkpoint = CheckpointStore(config.run_dir.resolve() / "checkpoints", keep=1).latest()
+    else:
+        checkpoint = open_checkpoint(Path(resume).resolve())
+    if checkpoint.manifest.draws != draws_of(config):
+        raise ConfigError(
+            f"{checkpoint.directory} is of a run with {_shown(checkpoint.manifest.draws)}; "
+            f"expected the same, got {_shown(draws_of(config))}"
+        )
+    return checkpoint
+
+
+def _shown(draws: Draws) -> str:
+    return (
+        f"trainer.groups_per_step {draws.groups_per_step}, seed {draws.seed} and data.shuffle "
+        f"{str(draws.shuffle).lower()}"
+    )
 
 
 def _stopped(files: RunFiles, stop: StopSignals, *, steps: int) -> RunResult:

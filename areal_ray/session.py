@@ -62,7 +62,9 @@ class Session:
         self._tokens_recorded = 0 if resumed is None else resumed.book().generated_tokens
         self._evaluation: asyncio.Task[EvaluationRecord] | None = None
         self._saving: asyncio.Task[None] | None = None
-        self._saved_step = None if resumed is None else resumed.step
+        # A checkpoint of another run is none that this one could be recovered from.
+        is_own = resumed is not None and resumed.directory.is_relative_to(files.directory)
+        self._saved_step = resumed.step if is_own else None
         self._version = 0 if resumed is None else resumed.manifest.version
         self._recoveries = 0
         self.steps = 0 if resumed is None else resumed.step
@@ -134,6 +136,8 @@ class Session:
     async def _step(self) -> float | None:
         """Returns the reward of an evaluation that ended meanwhile."""
         report = await self._crew.train_step(self.steps + 1, self._version)
+        # At once: whatever comes now, these groups are done with.
+        await self._crew.trained(report.group_ids)
         # An evaluation is of one version: the next weights wait for it, the trainer did not.
         reward = await self._end_evaluation()
         update = await self._crew.update_weights(self._version + 1)
@@ -217,7 +221,6 @@ class Session:
         return record
 
     async def _record(self, report: TrainReport, update: UpdateReport) -> None:
-        await self._crew.trained(report.group_ids)
         rollout, waiting = await self._crew.status()
         loops = rollout.loops | {
             "queue": waiting.loop,

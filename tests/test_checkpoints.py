@@ -7,10 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from areal_ray.checkpoints import CheckpointStore, open_checkpoint, read_groups, write_groups
+from areal_ray.checkpoints import (
+    CheckpointStore,
+    Draws,
+    open_checkpoint,
+    read_groups,
+    write_groups,
+)
 from areal_ray.errors import CheckpointError
-from areal_ray.observability.jsonl import keep_until
+from areal_ray.observability.jsonl import JsonlWriter, keep_until
 from areal_ray.types import Prompt, Trajectory, TrajectoryGroup
+
+DRAWS = Draws(groups_per_step=4, seed=0, shuffle=True)
 
 
 @pytest.fixture
@@ -23,7 +31,7 @@ def write(store: CheckpointStore, step: int) -> Path:
     (partial / "trainer").mkdir()
     (partial / "trainer" / "shard-0").write_bytes(b"x" * step)
     (partial / "book.json").write_text("{}")
-    return store.commit(step, version=step).directory
+    return store.commit(step, version=step, draws=DRAWS).directory
 
 
 def test_the_latest_whole_one_is_found_and_older_ones_are_removed(store: CheckpointStore) -> None:
@@ -114,3 +122,17 @@ def test_records_of_later_steps_and_half_a_line_are_taken_back(tmp_path: Path) -
     keep_until(path, 2)
     assert path.read_text() == '{"kind":"step","step":1}\n{"kind":"evaluation","step":2}\n'
     keep_until(tmp_path / "none.jsonl", 2)
+
+
+def test_what_follows_half_a_line_is_a_line_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text('{"step":1}\n{"st')
+    writer = JsonlWriter(path)
+    writer.write(Draws(1, 2, True))
+    writer.close()
+    assert path.read_text().splitlines()[1:] == [
+        '{"st',
+        '{"groups_per_step":1,"seed":2,"shuffle":true}',
+    ]
+    keep_until(path, 5)
+    assert path.read_text() == '{"step":1}\n'

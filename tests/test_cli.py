@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_ray.checkpoints import CheckpointStore, Draws
 from areal_ray.cli import main
 
 
@@ -109,3 +110,16 @@ def test_an_option_that_does_not_exist_is_refused_wherever_it_stands(tmp_path: P
     with pytest.raises(SystemExit) as refused:
         main(["train", config(tmp_path), "--resume", "steps=3", "--restart"])
     assert refused.value.code == 2
+
+
+def test_a_checkpoint_of_other_batches_or_another_seed_is_not_taken_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
+    store.begin(5)
+    directory = store.commit(5, 5, Draws(groups_per_step=4, seed=1, shuffle=True)).directory
+    assert main(["train", config(tmp_path), "--resume-from", str(directory)]) == 2
+    assert (
+        "is of a run with trainer.groups_per_step 4, seed 1 and data.shuffle true; expected the "
+        "same, got trainer.groups_per_step 32, seed 0 and data.shuffle true"
+    ) in capsys.readouterr().err

@@ -104,6 +104,20 @@ async def test_an_engine_starts_in_the_engines_turn_alone(fleet: Fleet) -> None:
     await later
 
 
+async def test_an_engine_that_has_leave_keeps_it_when_a_new_controller_asks(fleet: Fleet) -> None:
+    turns = turns_of(fleet)
+    await turns.begin()
+    await turns.end()
+    await turns.may_start("engine-2")
+    beginning = asyncio.ensure_future(turns.begin())
+    await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        await turns.may_start("engine-2")
+    turns.has_started("engine-2")
+    await beginning
+    await turns.end()
+
+
 async def test_an_engine_that_never_starts_holds_the_trainer_up_to_its_time_limit(
     fleet: Fleet,
 ) -> None:

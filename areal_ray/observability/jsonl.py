@@ -7,6 +7,7 @@ the thread is raised by the next `write`, and by `close`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,15 +24,24 @@ class _Step(msgspec.Struct):
 
 
 def keep_until(path: Path, step: int) -> None:
-    """Take back the records of later steps, and a line that was cut short by a kill."""
+    """Take back the records of later steps, and lines that were cut short by a kill."""
     if not path.exists():
         return
     kept, decoder = path.with_suffix(".kept"), msgspec.json.Decoder(_Step)
     with path.open("rb") as old, kept.open("wb") as new:
         for line in old:
-            if line.endswith(b"\n") and decoder.decode(line).step <= step:
-                new.write(line)
+            with contextlib.suppress(msgspec.DecodeError):
+                if line.endswith(b"\n") and decoder.decode(line).step <= step:
+                    new.write(line)
     os.replace(kept, path)
+
+
+def _ends_a_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
 
 
 class JsonlWriter(Generic[Item]):
@@ -40,6 +50,8 @@ class JsonlWriter(Generic[Item]):
     ) -> None:
         """`records` makes what is written out of an item, in the thread."""
         self._file = path.open("ab")
+        if not _ends_a_line(path):
+            self._file.write(b"\n")  # behind what a kill cut short
         self._records = records
         self._encoder = msgspec.json.Encoder()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=path.name)

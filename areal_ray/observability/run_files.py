@@ -11,7 +11,6 @@ reward.png      the reward curve
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from areal_ray.checkpoints import Checkpoint
@@ -28,12 +27,11 @@ class RunFiles:
         """Make a directory of the run's own: a name that is taken gets a number. A run that is
         resumed from a checkpoint of its own goes on in its directory, where all that came after
         it is taken back."""
-        wanted = config.run_dir.absolute()
-        if resumed is not None and resumed.directory.absolute().is_relative_to(wanted):
+        wanted = config.run_dir.resolve()
+        if resumed is not None and resumed.directory.resolve().is_relative_to(wanted):
             self.directory = wanted
             for path in (self.metrics_path, wanted / "rollouts.jsonl"):
                 keep_until(path, resumed.step)
-            shutil.rmtree(self.model, ignore_errors=True)
         else:
             try:
                 self.directory = _first_free(wanted)

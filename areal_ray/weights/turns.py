@@ -76,8 +76,9 @@ class Turns:
         self._undo: Undo | None = None
 
     async def may_start(self, name: str) -> None:
-        """Returns in the engines' turn. `has_started` must follow, or the time limit will."""
-        await self._changed.until(lambda: not self._is_trainers)
+        """Returns in the engines' turn. `has_started` must follow, or the time limit will. One that
+        has leave has it still, when another controller asks for it."""
+        await self._changed.until(lambda: not self._is_trainers or name in self._starting)
         self._starting[name] = self._clock() + self._start_timeout_s
 
     def has_started(self, name: str) -> None:
