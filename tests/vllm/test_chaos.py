@@ -110,7 +110,8 @@ def test_killed_and_wedged_processes_cost_no_group_and_the_model_still_learns(
     groups = Counter(group for _, group in samples)
     assert set(groups.values()) == {1}, "a group was trained on twice"
     steps = run.steps()
-    assert len(groups) == 64 * len(steps)
+    # A trainer that dies with a batch learnt and its weights not sent takes that step along.
+    assert len(groups) - 64 * len(steps) in (0, 64)
     assert set(samples.values()) == {8}
     assert all(step["groups_failed"] == 0 for step in steps)
     assert steps[-1]["engines"] == 2
