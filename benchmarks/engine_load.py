@@ -81,11 +81,14 @@ class Load:
             n=samples,
             sampling=Sampling(max_new_tokens=ANSWER_TOKENS),
         )
-        self._running = engine.generate.remote(request)
+        self._running = asyncio.ensure_future(engine.generate.remote(request))
 
     async def tokens(self) -> int:
         told = await self._engine.progress.remote(self._known)
-        return sum(len(completion.token_ids) for completion in told["load"])
+        if self._running.done():
+            raise RuntimeError(f"the load ended: {self._running.result()}")
+        # None of it, if the request has yet to come.
+        return sum(len(completion.token_ids) for completion in told.get("load", ()))
 
     async def until_begun(self) -> None:
         while not await self.tokens():  # noqa: ASYNC110 - it happens in another process
