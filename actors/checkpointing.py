@@ -90,12 +90,12 @@ class Checkpointing:
                 who="the trainer",
                 doing="writing a checkpoint (checkpoint.timeout_s)",
             )
+            # To its end: a cancellation would leave the thread at it.
+            version = cut.book.counts.version
+            await uncancelled(asyncio.to_thread(self.store.commit, cut.step, version, self._draws))
         except BaseException:
             await asyncio.to_thread(self.store.give_up, cut.step)
             raise
-        # To its end: a cancellation would leave the thread at it.
-        version = cut.book.counts.version
-        await uncancelled(asyncio.to_thread(self.store.commit, cut.step, version, self._draws))
 
     async def take_up_rollouts(self, checkpoint: Checkpoint) -> None:
         """Before the controller is attached: it finds a journal, as if it had been killed at that

@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 import ray
@@ -46,8 +45,6 @@ from areal_ray.errors import PlacementError
 from areal_ray.placement import Reservation, Slot, engine_plan, reserve
 from areal_ray.types import Prompt, WeightVersion
 from areal_ray.weights.transaction import LostEngine
-
-T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 20.0
 MAX_CONTROL_RESTARTS = 16

@@ -34,6 +34,9 @@ GROUPS = "groups.msgpack"
 TRAINER = "trainer"
 PREFIX = "step-"
 
+LATEST = "latest"
+"""In the place of a checkpoint's directory: the last whole one of the run."""
+
 
 class Draws(msgspec.Struct, frozen=True):
     """What the rollout book means: with others, its numbers would tell of something else."""

@@ -22,6 +22,7 @@ from areal_ray.actors.crew import Crew
 from areal_ray.actors.crew_specs import Task
 from areal_ray.algorithms import Algorithm
 from areal_ray.checkpoints import (
+    LATEST,
     Checkpoint,
     CheckpointStore,
     Draws,
@@ -43,8 +44,6 @@ from areal_ray.stopping import StopRequested, StopSignals
 from areal_ray.types import Prompt
 from areal_ray.weights.memory import staging_memory
 from areal_ray.workflows import Workflow, load_filter, load_workflow
-
-LATEST = "latest"
 
 
 class RunResult(msgspec.Struct, frozen=True):

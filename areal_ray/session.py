@@ -78,9 +78,10 @@ class Session:
                 self._learn(), self._crew.watch(), self._end_rollout_when_stopped()
             )
         except BaseException:
-            for task in (self._evaluation, self._saving):
-                if task is not None:
-                    task.cancel()
+            under_way = [task for task in (self._evaluation, self._saving) if task is not None]
+            for task in under_way:
+                task.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)
             raise
 
     async def finish(self, ended: Ending) -> None:

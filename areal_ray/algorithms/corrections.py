@@ -23,6 +23,7 @@ from areal_ray.algorithms.kl import LOG_RATIO_LIMIT, estimate_kl
 from areal_ray.algorithms.registry import Registry
 from areal_ray.algorithms.segments import segment_mean
 from areal_ray.errors import TrainingError
+from areal_ray.training.spec import MismatchDiagnostics
 
 
 @dataclass(frozen=True)
@@ -139,25 +140,6 @@ def correct(
             truncated=total.truncated | one.truncated,
         )
     return total
-
-
-@dataclass(frozen=True)
-class MismatchDiagnostics:
-    """How far the engine's and the trainer's probabilities were apart, over a step's tokens."""
-
-    kl_k1: float
-    kl_k3: float
-    """Two estimates of KL(engine || trainer) per token."""
-    max_ratio: float
-    """The largest of trainer / engine."""
-    effective_sample_size: float
-    """(sum of w)^2 / (n * sum of w^2) with the weights w of all n tokens, 0 where rejected: the
-    part of the step that is left. 1: all weigh the same."""
-    truncated: float
-    rejected: float
-    """Parts of the tokens."""
-    rejected_sequences: float
-    """The part of the sequences, of those with tokens, that lost all of them."""
 
 
 def diagnose(batch: StepBatch, corrected: Corrected) -> MismatchDiagnostics | None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from areal_ray import __version__
+from areal_ray.checkpoints import LATEST
 from areal_ray.errors import (
     CheckpointError,
     ConfigError,
@@ -59,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     resuming.add_argument(
         "--resume",
         action="store_const",
-        const="latest",
+        const=LATEST,
         help="go on from the last whole checkpoint of the run of this name",
     )
     resuming.add_argument(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from areal_ray.training.spec import Mismatch
+from areal_ray.training.spec import MismatchDiagnostics
 from areal_ray.types import WeightVersion
 
 
@@ -42,7 +42,7 @@ class StepRecord(msgspec.Struct, frozen=True, tag="step", tag_field="kind"):
     kl_to_reference: float | None = None
     entropy: float | None = None
     value_loss: float | None = None
-    mismatch: Mismatch | None = None
+    mismatch: MismatchDiagnostics | None = None
 
 
 class EvaluationRecord(msgspec.Struct, frozen=True, tag="evaluation", tag_field="kind"):

@@ -36,16 +36,22 @@ class TrainerStart(msgspec.Struct, frozen=True):
     own."""
 
 
-class Mismatch(msgspec.Struct, frozen=True):
-    """How far the engines' probabilities were from the trainer's, and what was done about it."""
+class MismatchDiagnostics(msgspec.Struct, frozen=True):
+    """How far the engine's and the trainer's probabilities were apart, over a step's tokens."""
 
     kl_k1: float
     kl_k3: float
+    """Two estimates of KL(engine || trainer) per token."""
     max_ratio: float
+    """The largest of trainer / engine."""
     effective_sample_size: float
+    """(sum of w)^2 / (n * sum of w^2) with the weights w of all n tokens, 0 where rejected: the
+    part of the step that is left. 1: all weigh the same."""
     truncated: float
     rejected: float
+    """Parts of the tokens."""
     rejected_sequences: float
+    """The part of the sequences, of those with tokens, that lost all of them."""
 
 
 class StepMetrics(msgspec.Struct, frozen=True):
@@ -65,4 +71,4 @@ class StepMetrics(msgspec.Struct, frozen=True):
     """As it is in the loss."""
     entropy: float | None = None
     value_loss: float | None = None
-    mismatch: Mismatch | None = None
+    mismatch: MismatchDiagnostics | None = None

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -38,7 +37,7 @@ from areal_ray.training.learner import Learner, lr_scale
 from areal_ray.training.model import CausalModel
 from areal_ray.training.packing import LearnedSequence, MicroBatch, pack
 from areal_ray.training.residence import Residence
-from areal_ray.training.spec import Mismatch, StepMetrics, TrainerSpec
+from areal_ray.training.spec import StepMetrics, TrainerSpec
 from areal_ray.training.state import Part, Snapshot
 from areal_ray.training.step_data import StepData, step_data
 from areal_ray.training.tally import Tally
@@ -118,12 +117,11 @@ class PolicyTrainer:
             for part in np.array_split(order, config.mini_batches):
                 chosen = [data.sequences[i] for i in part]
                 self._update(chosen, step, scale, tally, is_first_epoch=epoch == 0)
-        mismatch = step.diagnostics
         return StepMetrics(
             lr=config.lr * scale,
             tokens=data.batch.tokens,
             seconds=time.perf_counter() - began,
-            mismatch=mismatch and msgspec.convert(mismatch, Mismatch, from_attributes=True),
+            mismatch=step.diagnostics,
             **tally.means(
                 has_kl=self._algorithm.needs.reference, has_entropy=self._algorithm.needs.entropy
             ),
