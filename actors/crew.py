@@ -46,7 +46,8 @@ from areal_ray.placement import Reservation, Slot, engine_plan, reserve
 from areal_ray.types import Prompt, WeightVersion
 from areal_ray.weights.transaction import LostEngine
 
-CLOSE_TIMEOUT_S = 20.0
+CLOSE_TIMEOUT_S = 10.0
+"""For each of the two rounds in which actors are asked to let go: then they are ended."""
 MAX_CONTROL_RESTARTS = 16
 """Of the controller and of the queue, each: beyond that, something kills them on purpose."""
 

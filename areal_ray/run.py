@@ -156,6 +156,10 @@ class Run:
                 ended = await session.run()
             except StopRequested:
                 return _stopped(files, stop, steps=0)
+            except Exception as error:
+                # At once: what is to be closed may take its time, or hang to its limit.
+                view.phase(f"failed, closing the engines: {described(error)}")
+                raise
             view.phase("saving the model")
             await session.finish(ended)
             view.phase("closing the engines")
@@ -176,7 +180,7 @@ class Run:
         """Cluster and model side by side, then the actors; each undone by `ending`."""
         view.phase("connecting to Ray")
         connecting = asyncio.create_task(asyncio.to_thread(connect, self._config))
-        ending.push_async_callback(_leave, connecting)
+        ending.push_async_callback(_leave, connecting, view)
         model_path = await asyncio.to_thread(self._make_model, files.base_model)
         cluster = await asyncio.shield(connecting)
         config = resolve(self._config, device=cluster.device)
@@ -221,10 +225,11 @@ async def _close_after(files: RunFiles, error: BaseException) -> None:
         error.add_note(f"The run's files could not be closed: {described(late)}")
 
 
-async def _leave(connecting: asyncio.Task[Cluster]) -> None:
+async def _leave(connecting: asyncio.Task[Cluster], view: View) -> None:
     """A thread that connects can't be cancelled: wait until it has, then undo it."""
     outcome = (await asyncio.gather(connecting, return_exceptions=True))[0]
     if isinstance(outcome, Cluster):
+        view.phase("leaving the cluster")
         await asyncio.to_thread(outcome.leave)
 
 

@@ -152,7 +152,10 @@ class Training:
 
     def wait(self, timeout_s: float = 300.0) -> int:
         """Returns the exit code."""
-        return self._process.wait(timeout_s)
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout_s:g} s:\n{self.output}") from None
 
 
 @pytest.fixture
