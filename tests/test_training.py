@@ -1,32 +1,28 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from training_steps import EVERYTHING, group, trainer
 
 from areal_ray.algorithm_config import (
     AlgorithmConfig,
-    CorrectionConfig,
     CriticConfig,
     KlConfig,
 )
-from areal_ray.algorithms import Algorithm, LossInputs, LossOutputs, PolicyLoss
-from areal_ray.config import TrainerConfig
+from areal_ray.algorithms import LossInputs, LossOutputs
 from areal_ray.errors import CheckpointError, TrainingError
-from areal_ray.plugins import pack as pack_function
-from areal_ray.training import state
 from areal_ray.training.learner import lr_scale
 from areal_ray.training.model import CausalModel
 from areal_ray.training.packing import LearnedSequence, pack
-from areal_ray.training.spec import StepMetrics, TrainerSpec
+from areal_ray.training.spec import StepMetrics
 from areal_ray.training.step_data import step_data
 from areal_ray.training.token_statistics import token_statistics
 from areal_ray.training.trainer import PolicyTrainer
-from areal_ray.types import Prompt, Trajectory, TrajectoryGroup
+from areal_ray.types import Prompt
 
 RNG = np.random.default_rng(0)
 
@@ -137,51 +133,6 @@ def test_without_entropy_nothing_is_said_of_it_and_a_frozen_head_gets_no_gradien
     torch.testing.assert_close(hidden.grad, expected)
 
 
-def trainer(
-    tiny_model: Path,
-    loss: PolicyLoss | None = None,
-    algorithm: AlgorithmConfig | None = None,
-    **changes: object,
-) -> PolicyTrainer:
-    named = Algorithm.of(algorithm or AlgorithmConfig())
-    if loss is not None:
-        named = replace(named, loss=loss)
-    return PolicyTrainer(
-        TrainerSpec(
-            model_path=str(tiny_model),
-            trust_remote_code=False,
-            device="cpu",
-            dtype="float32",
-            max_prompt_tokens=8,
-            temperature=1.0,
-            seed=0,
-            trainer=TrainerConfig(**({"lr": 1e-2, "lr_warmup_steps": 0} | changes)),
-            steps=100,
-            packed_algorithm=pack_function(named),
-        )
-    )
-
-
-def group(group_id: int, rewards: list[float]) -> TrajectoryGroup:
-    rng = np.random.default_rng(group_id)
-    trajectories = []
-    for reward in rewards:
-        count = int(rng.integers(1, 6))
-        trajectories.append(
-            Trajectory(
-                prompt_ids=rng.integers(2, 14, size=6).astype(np.int32),
-                response_ids=rng.integers(2, 14, size=count).astype(np.int32),
-                response_mask=np.ones(count, dtype=np.bool_),
-                logprobs=np.full(count, -2.6, dtype=np.float32),
-                versions=np.zeros(count, dtype=np.int32),
-                reward=reward,
-                finish_reason="stop",
-                text="",
-            )
-        )
-    return TrajectoryGroup(group_id=group_id, prompt=Prompt(text="x"), trajectories=trajectories)
-
-
 def test_a_step_does_not_depend_on_its_split_into_micro_batches(tiny_model: Path) -> None:
     groups = [group(i, [1.0, 0.0, 0.0, 1.0, 0.0]) for i in range(6)]
     whole, split = trainer(tiny_model), trainer(tiny_model, micro_batch_tokens=24)
@@ -189,20 +140,6 @@ def test_a_step_does_not_depend_on_its_split_into_micro_batches(tiny_model: Path
     assert first.loss == pytest.approx(second.loss, abs=1e-6)
     assert first.grad_norm == pytest.approx(second.grad_norm, rel=1e-4)
     assert (first.tokens, first.clipped) == (second.tokens, second.clipped)
-
-
-EVERYTHING = AlgorithmConfig(
-    advantage="gae",
-    whiten="batch",
-    loss="decoupled_ppo",
-    proximal="recompute",
-    reduction="prompt_mean",
-    entropy_coefficient=0.01,
-    critic=CriticConfig(enabled=True, lr=1e-2),
-    kl=KlConfig(coefficient=0.1),
-    correction=CorrectionConfig(apply=("geometric_rejection",), geometric_low=0.2),
-)
-"""Every pass that there is."""
 
 
 def parameters(learner: PolicyTrainer) -> list[torch.Tensor]:
@@ -399,7 +336,7 @@ def test_a_trainer_taken_up_again_goes_on_as_if_it_had_not_stopped(
     taken = first.snapshot()
     uninterrupted = [first.train_on(groups, version) for version in (1, 2)]
     # What was copied is of the moment, whatever came after.
-    state.write(taken, tmp_path / "trainer")
+    first.write(taken, tmp_path / "trainer")
 
     second = trainer(tiny_model, algorithm=algorithm, mini_batches=2, lr_warmup_steps=5)
     second.restore(tmp_path / "trainer")
@@ -417,7 +354,7 @@ def test_a_snapshot_before_the_first_step_changes_nothing_and_can_be_taken_up(
     plain, copied, resumed = (trainer(tiny_model, algorithm=EVERYTHING) for _ in range(3))
     copied.warm_up([Prompt(text="17+25=", answer="24")], steps=2, batch=4, lr=1e-2)
     plain.warm_up([Prompt(text="17+25=", answer="24")], steps=2, batch=4, lr=1e-2)
-    state.write(copied.snapshot(), tmp_path / "trainer")
+    copied.write(copied.snapshot(), tmp_path / "trainer")
     resumed.restore(tmp_path / "trainer")
     for learner in (plain, copied, resumed):
         learner.train_on(groups, 0)
@@ -432,7 +369,7 @@ def replace_seconds(metrics: StepMetrics) -> StepMetrics:
 
 def test_a_checkpoint_of_another_model_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     learner = trainer(tiny_model)
-    state.write(learner.snapshot(), tmp_path / "trainer")
+    learner.write(learner.snapshot(), tmp_path / "trainer")
     other = trainer(tiny_model, algorithm=EVERYTHING)
     with pytest.raises(CheckpointError, match="does not fit this model"):
         other.restore(tmp_path / "trainer")
@@ -440,5 +377,6 @@ def test_a_checkpoint_of_another_model_is_refused(tiny_model: Path, tmp_path: Pa
 
 def test_a_place_that_can_not_be_written_to_is_told(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no directory")
+    learner = trainer(tiny_model)
     with pytest.raises(CheckpointError, match="file/trainer can't be written: .*Not a directory"):
-        state.write(trainer(tiny_model).snapshot(), tmp_path / "file" / "trainer")
+        learner.write(learner.snapshot(), tmp_path / "file" / "trainer")

@@ -7,20 +7,28 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from areal_ray.config import LrSchedule, TrainerConfig
 from areal_ray.errors import TrainingError
+from areal_ray.training.ranks import Ranks
 
 
 class Learner:
     """Gradients are added up by who computes them; `step` uses them once."""
 
     def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], config: TrainerConfig, *, lr: float
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        config: TrainerConfig,
+        *,
+        lr: float,
+        ranks: Ranks,
     ) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._config = config
         self._lr = lr
+        self._ranks = ranks
         self.optimizer = torch.optim.AdamW(
             self._parameters,
             lr=lr,
@@ -32,7 +40,10 @@ class Learner:
     def step(self, lr_scale: float) -> float:
         """One optimizer step at so much of the learning rate; returns the gradient's norm. A
         gradient that is not finite is not stepped on."""
+        self._ranks.sum_gradients(self._parameters)
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
         if not torch.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
             raise TrainingError(f"the gradient is not finite (norm {float(norm)})")

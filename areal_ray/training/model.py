@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import os
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed import DeviceMesh
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from areal_ray.errors import ModelError
 from areal_ray.training.packing import MicroBatch
+from areal_ray.training.sharding import settle, with_whole_weights
 from areal_ray.training.token_statistics import token_statistics
 
 _CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -25,7 +28,11 @@ class CausalModel:
         device: torch.device,
         trust_remote_code: bool,
         gradient_checkpointing: bool = False,
+        mesh: DeviceMesh | None = None,
+        settled: bool = True,
     ) -> None:
+        """`mesh`: the ranks to shard it over, if it is to be sharded. `settled`: on its device;
+        otherwise it stays in host memory, for somebody to settle it as a part of a module."""
         self.uses_flash_attention = device.type == "cuda"
         if os.path.isdir(path):
             os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -37,7 +44,7 @@ class CausalModel:
                 dtype=torch.float32,
                 trust_remote_code=trust_remote_code,
                 attn_implementation="flash_attention_2" if self.uses_flash_attention else "sdpa",
-            ).to(device)
+            )
         except (OSError, ValueError) as error:
             raise ModelError(f"model.path: {path} can't be loaded: {error}") from error
         for name in _CHANGES_LOGITS:
@@ -47,11 +54,26 @@ class CausalModel:
                     "way that the trainer does not follow"
                 )
         self.device = device
+        self._mesh = mesh
+        self._again = partial(
+            CausalModel,
+            path,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            gradient_checkpointing=gradient_checkpointing,
+            mesh=mesh,
+        )
+        self._architecture = type(self.module)
+        names = set(self.module._no_split_modules or ())
+        self.layers = [part for part in self.module.modules() if type(part).__name__ in names]
         # The logprobs must be those of the policy that the engines serve.
         _switch_dropout_off(self.module)
         self.module.train(gradient_checkpointing)
         if gradient_checkpointing:
             self.module.gradient_checkpointing_enable({"use_reentrant": False})
+        if settled:
+            settle(self.module, self.layers, device, mesh)
+        self._statistics = with_whole_weights(self.module, self._token_statistics)
 
     def logprobs(self, batch: MicroBatch, *, temperature: float) -> Tensor:
         """Of each learned token, given what comes before it in its own sequence."""
@@ -61,6 +83,11 @@ class CausalModel:
         self, batch: MicroBatch, *, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         """The logprob of each learned token; the entropy of what could have stood there."""
+        return self._statistics(batch, temperature, with_entropy)
+
+    def _token_statistics(
+        self, batch: MicroBatch, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
         return token_statistics(
             self.hidden_before(batch),
             self.module.get_output_embeddings(),
@@ -78,11 +105,17 @@ class CausalModel:
         return hidden.flatten(0, 1)[batch.predictors]
 
     def save(self, directory: Path, dtype: torch.dtype) -> None:
-        if dtype == torch.float32:
+        """A sharded one is saved by the first rank, and all of them take part."""
+        if self._mesh is None and dtype == torch.float32:
             self.module.save_pretrained(directory)
             return
-        converted = type(self.module)(self.module.config).to(dtype)
-        converted.load_state_dict(self.module.state_dict())
+        whole = get_model_state_dict(
+            self.module, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+        )
+        if self._mesh is not None and self._mesh.get_rank() != 0:
+            return
+        converted = self._architecture(self.module.config).to(dtype)
+        converted.load_state_dict(whole)
         converted.save_pretrained(directory)
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
@@ -90,8 +123,9 @@ class CausalModel:
 
     def frozen_copy(self) -> CausalModel:
         """As it is now, and stays."""
-        twin = copy.copy(self)
-        twin.module = copy.deepcopy(self.module).requires_grad_(False)
+        twin = self._again()
+        twin.module.load_state_dict(self.module.state_dict())
+        twin.module.requires_grad_(False)
         return twin
 
 

@@ -46,6 +46,16 @@ class MicroBatch:
         return MicroBatch(*(getattr(self, name).to(device) for name in self.__annotations__))
 
 
+NOTHING = MicroBatch(
+    input_ids=torch.zeros((1, 2), dtype=torch.int64),
+    position_ids=torch.arange(2)[None],
+    predictors=torch.zeros(0, dtype=torch.int64),
+    targets=torch.zeros(0, dtype=torch.int64),
+    columns=torch.zeros(0, dtype=torch.int64),
+)
+"""For a rank that must pass along with others, and has nothing left."""
+
+
 def pack(
     sequences: Sequence[LearnedSequence], *, budget_tokens: int, one_row: bool = False
 ) -> Iterator[MicroBatch]:

@@ -24,6 +24,19 @@ class TrainerSpec(msgspec.Struct, frozen=True):
     """An `algorithms.Algorithm`: a user's own functions exist in the driver alone."""
 
 
+class RankPlace(msgspec.Struct, frozen=True):
+    """One rank among those of the trainer, and where they meet."""
+
+    rank: int
+    size: int
+    host: str
+    port: int
+    address: str
+    """Of this rank's node."""
+    timeout_s: float
+    """For each wait of one rank for the others."""
+
+
 class TrainerStart(msgspec.Struct, frozen=True):
     """What a trainer begins with, the first time or after its death."""
 

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.utils import _pytree as pytree
 
 from areal_ray.errors import CheckpointError, described
+from areal_ray.training.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,20 @@ def snapshot(parts: Mapping[str, Part], *, steps: int) -> Snapshot:
     return Snapshot({**copied, "steps": steps, "random": torch.get_rng_state()})
 
 
-def write(taken: Snapshot, directory: Path) -> None:
+def write(taken: Snapshot, directory: Path, ranks: Ranks) -> None:
+    """Each rank its part. Another thread may go on with what the ranks do."""
     try:
-        dcp.save(taken.tensors, checkpoint_id=directory)
+        dcp.save(
+            taken.tensors,
+            checkpoint_id=directory,
+            process_group=ranks.writers,
+            no_dist=ranks.size == 1,
+        )
     except (OSError, dcp.api.CheckpointException) as error:
         raise CheckpointError(f"{directory} can't be written: {_cause(error)}") from error
 
 
-def restore(parts: Mapping[str, Part], directory: Path) -> int:
+def restore(parts: Mapping[str, Part], directory: Path, ranks: Ranks) -> int:
     """Returns how many steps had been taken."""
     try:
         written = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
@@ -67,7 +74,12 @@ def restore(parts: Mapping[str, Part], directory: Path) -> int:
             "steps": 0,
             "random": torch.get_rng_state(),
         }
-        dcp.load(tensors, checkpoint_id=directory)
+        dcp.load(
+            tensors,
+            checkpoint_id=directory,
+            process_group=ranks.writers,
+            no_dist=ranks.size == 1,
+        )
     except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
         raise CheckpointError(f"{directory} does not fit this model: {_cause(error)}") from error
     for name, part in there.items():

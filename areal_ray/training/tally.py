@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from areal_ray.algorithms import PartialLoss, PartialValueLoss
+from areal_ray.training.ranks import Ranks
 
 
 class Tally:
@@ -14,7 +16,6 @@ class Tally:
         self._tokens = self._first_tokens = 0
         self._loss = self._kl = self._entropy = self._values = 0.0
         self._clipped = self._kl_to_behaviour = self._grad_norm = 0.0
-        self._has_critic = False
 
     def policy(self, share: PartialLoss, parts: int) -> None:
         """`parts`: of the batch, of which this is in one."""
@@ -25,7 +26,6 @@ class Tally:
         self._entropy += parts * float(share.entropy)
 
     def critic(self, share: PartialValueLoss, parts: int) -> None:
-        self._has_critic = True
         self._values += parts * float(share.total.detach())
 
     def off_policy(self, log_ratio: Tensor) -> None:
@@ -36,15 +36,30 @@ class Tally:
     def stepped(self, grad_norm: float) -> None:
         self._grad_norm += grad_norm
 
-    def means(self, *, has_kl: bool, has_entropy: bool) -> dict[str, float | None]:
-        """Fields of `StepMetrics`."""
+    def means(
+        self, ranks: Ranks, *, has_kl: bool, has_entropy: bool, has_critic: bool
+    ) -> dict[str, float | None]:
+        """Fields of `StepMetrics`, from what all ranks have seen."""
+        seen = [
+            self._loss,
+            self._kl,
+            self._entropy,
+            self._values,
+            self._clipped,
+            self._tokens,
+            self._kl_to_behaviour,
+            self._first_tokens,
+        ]
+        loss, kl, entropy, values, clipped, tokens, kl_to_behaviour, first_tokens = ranks.sum(
+            torch.tensor(seen, dtype=torch.float64)
+        ).tolist()
         updates = self._updates
         return {
-            "loss": self._loss / updates,
+            "loss": loss / updates,
             "grad_norm": self._grad_norm / updates,
-            "clipped": self._clipped / max(1, self._tokens),
-            "kl_to_behaviour": self._kl_to_behaviour / max(1, self._first_tokens),
-            "kl_to_reference": self._kl / updates if has_kl else None,
-            "entropy": self._entropy / updates if has_entropy else None,
-            "value_loss": self._values / updates if self._has_critic else None,
+            "clipped": clipped / max(1, tokens),
+            "kl_to_behaviour": kl_to_behaviour / max(1, first_tokens),
+            "kl_to_reference": kl / updates if has_kl else None,
+            "entropy": entropy / updates if has_entropy else None,
+            "value_loss": values / updates if has_critic else None,
         }

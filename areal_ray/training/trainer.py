@@ -1,5 +1,7 @@
 """One rank of the trainer: forward, backward, step. Knows nothing of Ray or event loops.
 
+Each rank knows the whole batch, and passes its share of it through the model.
+
 A policy step, on one batch:
 
     columns     of the batch, and those that take a pass (proximal, reference, values)
@@ -35,8 +37,10 @@ from areal_ray.plugins import unpack
 from areal_ray.training import state
 from areal_ray.training.learner import Learner, lr_scale
 from areal_ray.training.model import CausalModel
-from areal_ray.training.packing import LearnedSequence, MicroBatch, pack
+from areal_ray.training.packing import NOTHING, LearnedSequence, MicroBatch, pack
+from areal_ray.training.ranks import Ranks
 from areal_ray.training.residence import Residence
+from areal_ray.training.sharding import let_go
 from areal_ray.training.spec import StepMetrics, TrainerSpec
 from areal_ray.training.state import Part, Snapshot
 from areal_ray.training.step_data import StepData, step_data
@@ -48,9 +52,10 @@ WARMUP_LR_STEPS = 20
 
 
 class PolicyTrainer:
-    def __init__(self, spec: TrainerSpec) -> None:
+    def __init__(self, spec: TrainerSpec, ranks: Ranks | None = None) -> None:
         torch.manual_seed(spec.seed)
         self._spec = spec
+        self.ranks = ranks or Ranks()
         self._algorithm: Algorithm = unpack(spec.packed_algorithm)
         self.model = self._new_model()
         self.tokenizer = PromptTokenizer(
@@ -58,15 +63,13 @@ class PolicyTrainer:
             trust_remote_code=spec.trust_remote_code,
             max_tokens=spec.max_prompt_tokens,
         )
-        self._policy = Learner(
-            list(self.model.module.parameters()), spec.trainer, lr=spec.trainer.lr
-        )
+        self._policy = self._new_learner(self.model.module, spec.trainer.lr)
         self._reference: CausalModel | None = None
         """Made when reinforcement learning begins: what supervision taught is part of it."""
         self._critic: ValueModel | None = None
         self._critic_learner: Learner | None = None
         if self._algorithm.needs.values:
-            self._critic = ValueModel(self._new_model())
+            self._critic = ValueModel(self._new_model(settled=False), self.ranks.mesh)
             self._critic_learner = self._new_learner(
                 self._critic.module, self._algorithm.config.critic.lr
             )
@@ -94,7 +97,7 @@ class PolicyTrainer:
                 share.backward()
                 loss += float(share.detach())
             learner.step(min(1.0, (step + 1) / WARMUP_LR_STEPS) * (1 - step / steps))
-        return loss
+        return float(self.ranks.sum(torch.tensor(loss)))
 
     def train_on(self, groups: Sequence[TrajectoryGroup], version: WeightVersion) -> StepMetrics:
         """Learn from these groups. `version`: of the weights as they are now."""
@@ -123,7 +126,10 @@ class PolicyTrainer:
             seconds=time.perf_counter() - began,
             mismatch=step.diagnostics,
             **tally.means(
-                has_kl=self._algorithm.needs.reference, has_entropy=self._algorithm.needs.entropy
+                self.ranks,
+                has_kl=self._algorithm.needs.reference,
+                has_entropy=self._algorithm.needs.entropy,
+                has_critic=self._critic is not None,
             ),
         )
 
@@ -131,9 +137,13 @@ class PolicyTrainer:
         """All that there is, as it is now."""
         return state.snapshot(self._parts, steps=self._steps)
 
+    def write(self, taken: Snapshot, directory: Path) -> None:
+        """This rank's part of it. May go on beside everything else."""
+        state.write(taken, directory, self.ranks)
+
     def restore(self, directory: Path) -> None:
-        """As it was when that was written."""
-        self._steps = state.restore(self._parts, directory)
+        """As it was when that was written, by however many ranks."""
+        self._steps = state.restore(self._parts, directory, self.ranks)
 
     @property
     def _parts(self) -> dict[str, Part]:
@@ -146,8 +156,10 @@ class PolicyTrainer:
 
     def export(self, directory: Path) -> None:
         """Save a Hugging Face directory that transformers and vLLM load as it is."""
-        self.model.save(directory, getattr(torch, self._spec.dtype))
-        self.tokenizer.save(directory)
+        if self.ranks.is_first or self.ranks.shards:
+            self.model.save(directory, getattr(torch, self._spec.dtype))
+        if self.ranks.is_first:
+            self.tokenizer.save(directory)
 
     def _update(
         self,
@@ -162,12 +174,15 @@ class PolicyTrainer:
         times the number of parts, so that the parts' gradients have the batch's as their mean."""
         parts = self._spec.trainer.mini_batches
         for batch in self._micro_batches(sequences):
-            part = step.take(batch.columns.cpu()).to(self.model.device)
             logprobs, entropy = self.model.token_statistics(
                 batch,
                 temperature=self._spec.temperature,
                 with_entropy=self._algorithm.needs.entropy,
             )
+            if not len(batch.columns):
+                self._pass_along(batch, logprobs)
+                continue
+            part = step.take(batch.columns.cpu()).to(self.model.device)
             loss = policy_loss(part, self._algorithm, logprobs, entropy)
             (parts * loss.total).backward()
             tally.policy(loss, parts)
@@ -181,21 +196,31 @@ class PolicyTrainer:
         if self._critic_learner is not None:
             self._critic_learner.step(scale)
 
+    def _pass_along(self, batch: MicroBatch, logprobs: Tensor) -> None:
+        """There is nothing to learn here, but other ranks may wait for us in the same passes."""
+        logprobs.sum().backward()
+        if self._critic is not None:
+            self._critic.values(batch).sum().backward()
+
     def _with_passes(self, data: StepData) -> StepBatch:
         """The columns that the algorithm asks for, and no pass that it does not."""
         needs, columns = self._algorithm.needs, {}
         temperature = self._spec.temperature
         if needs.proximal:
             columns["proximal_logprobs"] = self._column(
-                data, lambda batch: self.model.logprobs(batch, temperature=temperature)
+                data,
+                self.model.module,
+                lambda batch: self.model.logprobs(batch, temperature=temperature),
             )
         if needs.reference:
             reference = self._reference_model()
             columns["reference_logprobs"] = self._column(
-                data, lambda batch: reference.logprobs(batch, temperature=temperature)
+                data,
+                reference.module,
+                lambda batch: reference.logprobs(batch, temperature=temperature),
             )
         if self._critic is not None:
-            columns["values"] = self._column(data, self._critic.values)
+            columns["values"] = self._column(data, self._critic.module, self._critic.values)
         return replace(data.batch, **columns)
 
     def _reference_model(self) -> CausalModel:
@@ -203,18 +228,32 @@ class PolicyTrainer:
         return self._reference
 
     @torch.no_grad()
-    def _column(self, data: StepData, compute: Callable[[MicroBatch], Tensor]) -> Tensor:
+    def _column(
+        self,
+        data: StepData,
+        module: torch.nn.Module,
+        compute: Callable[[MicroBatch], Tensor],
+    ) -> Tensor:
         column = torch.zeros(data.batch.tokens)
         for batch in self._micro_batches(data.sequences):
             column[batch.columns.cpu()] = compute(batch).float().cpu()
-        return column
+        let_go(module)
+        return self.ranks.sum(column)
 
     def _micro_batches(self, sequences: Sequence[LearnedSequence]) -> Iterator[MicroBatch]:
-        for batch in pack(
-            sequences,
-            budget_tokens=self._spec.trainer.micro_batch_tokens,
-            one_row=self.model.uses_flash_attention,
-        ):
+        """Of this rank's share."""
+        share = self.ranks.share(sequences, lambda sequence: len(sequence.token_ids))
+        batches = list(
+            pack(
+                share,
+                budget_tokens=self._spec.trainer.micro_batch_tokens,
+                one_row=self.model.uses_flash_attention,
+            )
+        )
+        if self.ranks.shards:
+            # A pass through a sharded model is one that all ranks take part in.
+            batches += [NOTHING] * (self.ranks.most(len(batches)) - len(batches))
+        for batch in batches:
             yield batch.to(self.model.device)
 
     def _tensors(self) -> Iterator[Tensor]:
@@ -232,14 +271,16 @@ class PolicyTrainer:
                 yield from learner.tensors()
 
     def _new_learner(self, module: torch.nn.Module, lr: float) -> Learner:
-        return Learner(list(module.parameters()), self._spec.trainer, lr=lr)
+        return Learner(list(module.parameters()), self._spec.trainer, lr=lr, ranks=self.ranks)
 
-    def _new_model(self) -> CausalModel:
+    def _new_model(self, *, settled: bool = True) -> CausalModel:
         return CausalModel(
             self._spec.model_path,
             device=torch.device(self._spec.device),
             trust_remote_code=self._spec.trust_remote_code,
             gradient_checkpointing=self._spec.trainer.gradient_checkpointing,
+            mesh=self.ranks.mesh,
+            settled=settled,
         )
 
 
