@@ -37,6 +37,7 @@ from areal_ray.actors.rollout_controller import Evaluation, RolloutController, R
 from areal_ray.actors.rollout_worker import RolloutWorker
 from areal_ray.actors.trainer import TrainerActor, TrainReport
 from areal_ray.actors.trainer_calls import TrainerCalls
+from areal_ray.actors.trainer_rank import TrainerRank
 from areal_ray.actors.trajectory_queue import QueueStatus, TrajectoryQueue
 from areal_ray.checkpoints import Checkpoint
 from areal_ray.config import Config
@@ -96,14 +97,19 @@ class Crew:
             max_staleness=rollout.max_staleness,
             window=window_of(rollout),
         )
-        (trainer_slot,) = seats.slots("trainer")
+        first, *others = seats.slots("trainer")
         trainer = TrainerActor if rehearsal is None else PacedTrainer
+        # None, if there is nothing that it could go on from. How often it may, the session counts.
+        max_restarts = -1 if config.checkpoint.every else 0
         self.trainer = trainer.options(
-            name="trainer",
-            # None, if there is nothing that it could go on from.
-            max_restarts=config.trainer.max_restarts if config.checkpoint.every else 0,
-            **vars(trainer_slot),
+            name="trainer", max_restarts=max_restarts, **vars(first)
         ).remote()
+        self._other_ranks = [
+            TrainerRank.options(
+                name=f"trainer-{rank}", max_restarts=max_restarts, **vars(slot)
+            ).remote()
+            for rank, slot in enumerate(others, start=1)
+        ]
         self.manager = CheckpointEngineManager.options(
             name="checkpoint-engine-manager", num_cpus=0
         ).remote(self.trainer, manager_spec(config))
@@ -112,7 +118,10 @@ class Crew:
             config,
             self.trainer,
             self.manager,
-            tell=lambda start: self.trainer.start.remote(told, self.queue, str(run_dir), start),
+            other_ranks=self._other_ranks,
+            tell=lambda start: self.trainer.start.remote(
+                told, self.queue, str(run_dir), start, self._other_ranks
+            ),
             shared_gpus=self._shared_gpus,
             tell_lost=self._tell_lost,
         )
@@ -275,7 +284,7 @@ class Crew:
 
     def kill(self) -> None:
         others = (self.controller, self.manager, self.trainer, self.queue)
-        for actor in (*others, *self.engines.values(), *self._workers.values()):
+        for actor in (*others, *self._other_ranks, *self.engines.values(), *self._workers.values()):
             ray.kill(actor)
         for engine in self._engines.values():
             if engine.seat is not None:

@@ -106,6 +106,8 @@ def trainer_spec(config: Config, model_path: str) -> TrainerSpec:
         seed=config.seed,
         trainer=config.trainer,
         steps=config.steps,
+        # One may send weights while the others gather along.
+        ranks_timeout_s=config.trainer.step_timeout_s + config.weights.timeout_s,
         packed_algorithm=pack(Algorithm.of(config.algorithm)),
     )
 

@@ -53,7 +53,12 @@ class PacedTrainer:
         pass
 
     async def start(
-        self, spec: Rehearsal, queue: ActorHandle, run_dir: str, start: TrainerStart
+        self,
+        spec: Rehearsal,
+        queue: ActorHandle,
+        run_dir: str,
+        start: TrainerStart,
+        others: Sequence[ActorHandle],
     ) -> None:
         self._step_s = spec.step_s
         self._batches = Batches(queue, holder="trainer")

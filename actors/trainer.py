@@ -1,17 +1,15 @@
-"""TrainerActor: one rank of the trainer.
+"""TrainerActor: the trainer as all others know it.
 
-It awaits its batches from the queue and answers at any time: all computing happens in one
-thread of its own, all writing in another.
+It awaits its batches from the queue and answers at any time. The computing is its ranks': the
+first is in this process, in a thread of its own; the others, if there are any, do what it does.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -19,22 +17,19 @@ import ray
 from ray.actor import ActorHandle
 
 from areal_ray.actors.batches import Batch, Batches
+from areal_ray.actors.trainer_rank import Rank, together
 from areal_ray.actors.trajectory_queue import Place, read_places
-from areal_ray.checkpoints import open_checkpoint, write_groups
+from areal_ray.checkpoints import write_groups
 from areal_ray.config import WarmupConfig
+from areal_ray.errors import NotReady
 from areal_ray.observability.jsonl import JsonlWriter
 from areal_ray.observability.loop_health import LoopHealth, LoopReport
-from areal_ray.priority import step_aside
-from areal_ray.training.spec import StepMetrics, TrainerSpec, TrainerStart
+from areal_ray.training.spec import RankPlace, StepMetrics, TrainerSpec, TrainerStart
 from areal_ray.types import Prompt, TrajectoryGroup, WeightVersion
 from areal_ray.weights.update import GroupMember, SendingPlan
 
 if TYPE_CHECKING:  # whoever holds a handle of this actor imports this module, but needs no torch
-    from areal_ray.training.state import Snapshot
-    from areal_ray.training.trainer import PolicyTrainer
-    from areal_ray.weights.sender import Sender
-
-T = TypeVar("T")
+    from areal_ray.weights.transport import Rendezvous
 
 
 class TrainReport(msgspec.Struct, frozen=True):
@@ -70,37 +65,43 @@ class RolloutRecord(msgspec.Struct, frozen=True):
 
 @ray.remote(max_concurrency=64)
 class TrainerActor:
-    _spec: TrainerSpec
-
     def __init__(self) -> None:
         """What it is told comes with `start`: arguments may be gone by the time Ray calls this
         again."""
-        step_aside()
+        self._rank = Rank()
+        self._others: Sequence[ActorHandle] = ()
+        self._is_sharded = False
+        self._meeting: Rendezvous | None = None
         self._batches: Batches | None = None
-        self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
-        self._trainer: PolicyTrainer | None = None
         self._rollouts: JsonlWriter[tuple[int, list[TrajectoryGroup]]] | None = None
-        self._sender: Sender | None = None
-        self._version: WeightVersion = 0
-        self._snapshot: Snapshot | None = None
         self._loop_health = LoopHealth(who="the trainer")
         self._loop_health.start()
 
     async def is_there(self) -> None:
         """Answers as soon as there is a process."""
 
+    async def until_death(self) -> None:
+        await self._rank.until_death()
+
     async def start(
-        self, spec: TrainerSpec, queue: ActorHandle, run_dir: str, start: TrainerStart
+        self,
+        spec: TrainerSpec,
+        queue: ActorHandle,
+        run_dir: str,
+        start: TrainerStart,
+        others: Sequence[ActorHandle],
     ) -> None:
-        self._spec = spec
-        if start.gpus is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(start.gpus)
-        trainer = await self._in_thread(self._new_trainer)
-        if start.checkpoint is not None:
-            taken_up = await asyncio.to_thread(open_checkpoint, Path(start.checkpoint))
-            await self._in_thread(lambda: trainer.restore(taken_up.trainer))
-        # Only now: who asks for weights before must not get others.
-        self._trainer, self._version = trainer, start.version
+        """`others`: the ranks but this first one."""
+        self._others = others
+        self._is_sharded = spec.trainer.sharding == "full"
+        places = await asyncio.to_thread(self._places, spec)
+        await together(
+            self._rank.start(spec, start, places[0]),
+            [
+                rank.start.remote(spec, start, place)
+                for rank, place in zip(others, places[1:], strict=True)
+            ],
+        )
         self._rollouts = await asyncio.to_thread(
             JsonlWriter, Path(run_dir) / "rollouts.jsonl", _rollout_records
         )
@@ -108,20 +109,20 @@ class TrainerActor:
 
     async def warm_up(self, prompts: Sequence[Prompt], warmup: WarmupConfig) -> float:
         """The supervised phase; returns its last loss."""
-        trainer = self._started
-        return await self._in_thread(
-            lambda: trainer.warm_up(prompts, steps=warmup.steps, batch=warmup.batch, lr=warmup.lr)
+        return await together(
+            self._rank.warm_up(prompts, warmup),
+            [rank.warm_up.remote(prompts, warmup) for rank in self._others],
         )
 
     async def move_in(self) -> None:
         """To the devices that it shares with engines. They have made room."""
-        if self._trainer is not None:
-            await self._in_thread(self._trainer.residence.move_in)
+        if self._rank.is_started:
+            await self._rank.move_in()
 
     async def move_out(self) -> None:
         """To host memory. Comes when a step that is being computed is done."""
-        if self._trainer is not None:
-            await self._in_thread(self._trainer.residence.move_out)
+        if self._rank.is_started:
+            await self._rank.move_out()
 
     async def take_batch(self, version: WeightVersion) -> None:
         """Wait for the batch that the next step learns from."""
@@ -130,11 +131,13 @@ class TrainerActor:
     async def train_step(self, step: int) -> TrainReport:
         """Learn from the batch that was taken, and let it go."""
         batch = self._queued.taken
+        loop = self._loop_health.report()
         try:
-            loop = self._loop_health.report()
-            report = await self._in_thread(
-                lambda: _report(step, batch, self._train(batch.groups), loop)
+            metrics = await together(
+                self._rank.train(batch.groups),
+                [rank.train_at.remote(batch.lease.places) for rank in self._others],
             )
+            report = await asyncio.to_thread(_report, step, batch, metrics, loop)
         except BaseException:
             await self._queued.give_back(batch)
             raise
@@ -148,46 +151,39 @@ class TrainerActor:
         return [] if self._batches is None else self._batches.queue_restarted(incarnation)
 
     async def sending_plan(self, bucket_bytes: int, timeout_s: float, verify: bool) -> SendingPlan:
-        """Open the place where engines join; the weights' names, shapes and order. Comes when a
-        step that is being computed is done: engines that wait for weights have a time limit."""
-
-        def make_sender() -> None:
-            self._sender = self._sender or self._new_sender(bucket_bytes, timeout_s, verify)
-
-        await self._in_thread(make_sender)
-        return self._sender.plan
+        return await self._rank.sending_plan(bucket_bytes, timeout_s, verify)
 
     async def send_weights(self, member: GroupMember) -> WeightVersion:
-        """Broadcast the weights; returns their version once every member has staged them."""
-        return await self._in_thread(lambda: self._send(member))
+        return await together(
+            self._rank.send_weights(member),
+            [rank.gather_along.remote() for rank in self._others if self._is_sharded],
+        )
 
     async def call_off_sending(self, group_id: str) -> None:
-        """Not everybody will come to this group: a `send_weights` to it fails at once."""
-        if self._sender is not None:
-            await asyncio.to_thread(self._sender.call_off, group_id)
+        await self._rank.call_off_sending(group_id)
 
     async def take_snapshot(self) -> None:
         """Of all that the trainer is, in host memory, for `write_snapshot`."""
-        self._snapshot = await self._in_thread(self._started.snapshot)
+        await together(
+            self._rank.take_snapshot(), [rank.take_snapshot.remote() for rank in self._others]
+        )
 
     async def write_snapshot(self, directory: str) -> None:
         """While training goes on."""
-        from areal_ray.training import state
-
-        taken, self._snapshot = self._snapshot, None
-        assert taken is not None
-        await asyncio.to_thread(state.write, taken, Path(directory))
+        await together(
+            self._rank.write_snapshot(directory),
+            [rank.write_snapshot.remote(directory) for rank in self._others],
+        )
 
     async def write_groups(self, places: Sequence[Place], path: str) -> None:
         """These groups of the queue, to a file."""
         await asyncio.to_thread(write_groups, Path(path), await read_places(places))
 
-    async def export(self, directory: str) -> None:
-        await self._in_thread(lambda: self._started.export(Path(directory)))
-
     async def finish(self, directory: str) -> None:
         """Export, and see that every rollout is in its file: raises if either is not."""
-        await self.export(directory)
+        await together(
+            self._rank.export(directory), [rank.export.remote(directory) for rank in self._others]
+        )
         await self.close()
 
     async def close(self) -> None:
@@ -196,48 +192,25 @@ class TrainerActor:
         if rollouts is not None:
             await asyncio.to_thread(rollouts.close)
 
+    def _places(self, spec: TrainerSpec) -> list[RankPlace | None]:
+        """One for each rank, where they meet here; None for one that is alone."""
+        if not self._others:
+            return [None]
+        from areal_ray.weights.transport import Rendezvous
+
+        host = ray.util.get_node_ip_address()
+        self._meeting = Rendezvous(host, timeout_s=spec.ranks_timeout_s)
+        size = 1 + len(self._others)
+        return [
+            RankPlace(rank, size, host, self._meeting.port, spec.ranks_timeout_s)
+            for rank in range(size)
+        ]
+
     @property
     def _queued(self) -> Batches:
-        assert self._batches is not None
+        if self._batches is None:
+            raise NotReady("the trainer was restarted, and is not started yet")
         return self._batches
-
-    @property
-    def _started(self) -> PolicyTrainer:
-        assert self._trainer is not None
-        return self._trainer
-
-    def _new_trainer(self) -> PolicyTrainer:
-        from areal_ray.training.trainer import PolicyTrainer
-
-        return PolicyTrainer(self._spec)
-
-    def _new_sender(self, bucket_bytes: int, timeout_s: float, verify: bool) -> Sender:
-        import torch
-
-        from areal_ray.weights.sender import Sender
-
-        return Sender(
-            ray.util.get_node_ip_address(),
-            self._started.model.named_parameters(),
-            dtype=getattr(torch, self._spec.dtype),
-            bucket_bytes=bucket_bytes,
-            timeout_s=timeout_s,
-            verify=verify,
-        )
-
-    def _send(self, member: GroupMember) -> WeightVersion:
-        assert self._sender is not None
-        self._sender.send(member)
-        return self._version
-
-    def _train(self, groups: Sequence[TrajectoryGroup]) -> StepMetrics:
-        metrics = self._started.train_on(groups, self._version)
-        self._version += 1
-        return metrics
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        """In the one compute thread: torch keeps a pool of helpers for each thread it sees."""
-        return await asyncio.get_running_loop().run_in_executor(self._compute, work)
 
 
 def _report(step: int, batch: Batch, metrics: StepMetrics, loop: LoopReport) -> TrainReport:

@@ -6,6 +6,7 @@ the engines rest through, and which ends whatever happens in it.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TypeVar
 from ray.actor import ActorHandle, ActorMethod
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from areal_ray.actors.calls import until_back
+from areal_ray.actors.calls import end_process, until_back
 from areal_ray.actors.crew_specs import update_timeout_s
 from areal_ray.actors.trainer import TrainReport
 from areal_ray.config import Config, WarmupConfig
@@ -35,6 +36,7 @@ class TrainerCalls:
         trainer: ActorHandle,
         manager: ActorHandle,
         *,
+        other_ranks: Sequence[ActorHandle],
         tell: Callable[[TrainerStart], Awaitable[None]],
         shared_gpus: Callable[[], Awaitable[list[str] | None]],
         tell_lost: Callable[[Sequence[LostEngine]], Awaitable[None]],
@@ -44,6 +46,7 @@ class TrainerCalls:
         self._config = config
         self._trainer = trainer
         self._manager = manager
+        self._other_ranks = other_ranks
         self._tell = tell
         self._shared_gpus = shared_gpus
         self._tell_lost = tell_lost
@@ -97,13 +100,18 @@ class TrainerCalls:
         await self._ask(self._trainer.take_snapshot.remote(), "a snapshot")
 
     async def until_there(self) -> None:
-        """After its death: Ray brings its process back, if it may."""
-        await until_back(
-            self._config.generation.startup_timeout_s,
-            self._trainer.is_there.remote,
-            who="the trainer",
-            doing="coming back as a process",
-        )
+        """After its death: Ray brings its process back, if it may. Where there are more ranks, all
+        of them begin anew: those that are left may wait for one that is not."""
+        ranks = [self._trainer, *self._other_ranks]
+        if self._other_ranks:
+            await asyncio.gather(*(end_process(rank, may_restart=True) for rank in ranks))
+        for number, rank in enumerate(ranks):
+            await until_back(
+                self._config.generation.startup_timeout_s,
+                rank.is_there.remote,
+                who=f"rank {number} of the trainer",
+                doing="coming back as a process",
+            )
 
     async def _change_turns(self, call: ActorMethod) -> None:
         lost = await within(

@@ -138,6 +138,11 @@ class RolloutConfig(Section):
 
 
 class TrainerConfig(Section):
+    ranks: Count = 1
+    """Processes that train together, each on a GPU of its own (or, on CPUs, a core)."""
+    sharding: Literal["auto", "full", "none"] = "auto"
+    """How ranks hold models and optimizers: each a part of everything (`full`), or each a copy.
+    `auto`: parts on GPUs, copies on CPUs."""
     groups_per_step: Count = 32
     """Groups in one optimizer step."""
     mini_batches: Count = 1
@@ -298,6 +303,13 @@ def _problems(config: Config, has_held_out: bool) -> Iterator[str]:
             "generation.colocated: needs `weights.staging: host` or `none`: a copy of the weights "
             "on the device would take the memory that the trainer needs"
         )
+    if generation.colocated and config.trainer.ranks > 1:
+        yield (
+            "generation.colocated: expected `trainer.ranks` 1, got "
+            f"{config.trainer.ranks}: a trainer that takes turns with engines has one rank"
+        )
+    if config.trainer.sharding == "full" and config.trainer.ranks == 1:
+        yield "trainer.sharding: `full` needs more than one of `trainer.ranks`"
     if config.device == "cpu" and config.generation.tensor_parallel > 1:
         yield (
             "generation.tensor_parallel: expected 1 with `device: cpu`, got "
@@ -308,7 +320,10 @@ def _problems(config: Config, has_held_out: bool) -> Iterator[str]:
 def resolve(config: Config, *, device: Literal["cpu", "cuda"]) -> Config:
     """The same configuration with everything derived that was left open."""
     replace = msgspec.structs.replace
-    rollout, model = config.rollout, config.model
+    rollout, model, trainer = config.rollout, config.model, config.trainer
+    if trainer.sharding == "auto":
+        is_sharded = device == "cuda" and trainer.ranks > 1
+        trainer = replace(trainer, sharding="full" if is_sharded else "none")
     if model.dtype == "auto":
         model = replace(model, dtype="bfloat16" if device == "cuda" else "float32")
     if rollout.max_concurrent_groups is None:
@@ -319,4 +334,6 @@ def resolve(config: Config, *, device: Literal["cpu", "cuda"]) -> Config:
     algorithm = algorithm_resolved(
         config.algorithm, max_new_tokens=config.generation.max_new_tokens
     )
-    return replace(config, device=device, model=model, rollout=rollout, algorithm=algorithm)
+    return replace(
+        config, device=device, model=model, rollout=rollout, algorithm=algorithm, trainer=trainer
+    )

@@ -106,8 +106,9 @@ def _refuse_if_too_small(needed: PlacementPlan) -> None:
     for name, amount in (("CPU", needed.cpus), ("GPU", needed.gpus)):
         if there.get(name, 0) < amount:
             raise PlacementError(
-                f"the run needs {amount:g} {name}s (one trainer, "
-                f"{len(needed.seats('engine'))} engines), the cluster has {there.get(name, 0):g}"
+                f"the run needs {amount:g} {name}s (trainer ranks: "
+                f"{len(needed.seats('trainer'))}, engines: {len(needed.seats('engine'))}), "
+                f"the cluster has {there.get(name, 0):g}"
             )
 
 

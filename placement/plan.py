@@ -1,9 +1,9 @@
 """What a run needs, as bundles of seats: an actor takes one seat. Pure arithmetic.
 
-Trainer and engines have a bundle each, or, colocated, the trainer sits in the first engine's and
-uses its GPUs (one actor alone is given them by Ray; the other is told which they are). On CPUs an
-engine asks for half a core, since engines and trainer share what there is; the control plane
-(controller, queue, workers, manager) computes little and asks for nothing.
+Each rank of the trainer and each engine has a bundle of its own; colocated, the trainer sits in the
+first engine's and uses its GPUs (one actor alone is given them by Ray; the other is told which they
+are). On CPUs an engine asks for half a core, since engines and trainer share what there is; the
+control plane (controller, queue, workers, manager) computes little and asks for nothing.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def plan(config: Config, *, device: Device) -> PlacementPlan:
         trainer = Seat(role="trainer", cpus=1)
         shared = Bundle(seats=(*engines[0].seats, trainer))
         return PlacementPlan(bundles=(shared, *engines[1:]))
-    trainer = Seat(role="trainer", cpus=1, gpus=1 if device == "cuda" else 0)
-    return PlacementPlan(bundles=(Bundle(seats=(trainer,)), *engines))
+    rank = Seat(role="trainer", cpus=1, gpus=1 if device == "cuda" else 0)
+    return PlacementPlan(bundles=(Bundle(seats=(rank,)),) * config.trainer.ranks + engines)
 
 
 def engine_plan(config: Config, *, device: Device) -> PlacementPlan:

@@ -9,7 +9,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from areal_ray.errors import WeightUpdateError
 from areal_ray.weights.sender import Sender, gather_along
+from areal_ray.weights.transport import Transport, join
 from areal_ray.weights.update import GroupMember
 
 RANKS = 2
@@ -21,6 +23,26 @@ def whole_model() -> torch.nn.Module:
     return torch.nn.Sequential(
         torch.nn.Linear(33, 17), torch.nn.LayerNorm(17), torch.nn.Linear(17, 5, bias=False)
     )
+
+
+class Breaking:
+    """A group that breaks with its second bucket."""
+
+    def __init__(self, member: GroupMember) -> None:
+        self.member = member
+        self._buckets = 0
+
+    def broadcast(self, buffer: torch.Tensor) -> None:
+        self._buckets += 1
+        if self._buckets == 2:
+            raise WeightUpdateError("an engine hung up")
+
+    def close(self) -> None:
+        pass
+
+
+def join_or_break(member: GroupMember, store: torch.distributed.Store) -> Transport:
+    return Breaking(member) if member.group_id == "breaks" else join(member, store)
 
 
 def main(rank: int, port: int) -> None:
@@ -42,6 +64,7 @@ def main(rank: int, port: int) -> None:
             bucket_bytes=256,
             timeout_s=TIMEOUT_S,
             verify=True,
+            join=join_or_break,
         )
         print(msgspec.json.encode(sender.plan).decode(), flush=True)
         member = GroupMember(
@@ -54,10 +77,17 @@ def main(rank: int, port: int) -> None:
             backend="gloo",
             timeout_s=TIMEOUT_S,
         )
-        for _ in range(2):
-            sender.send(member)
+        sender.send(member)
+        sender.call_off("called off")
+        for group in ("called off", "breaks"):
+            try:
+                sender.send(msgspec.structs.replace(member, group_id=group))
+            except WeightUpdateError:
+                continue
+            raise AssertionError(f"{group}: expected an error")
+        sender.send(msgspec.structs.replace(member, group_id="again"))
     else:
-        for _ in range(2):
+        for _ in range(4):
             gather_along(parameters)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

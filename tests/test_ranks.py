@@ -45,7 +45,7 @@ def together(
     script = Path(trainer_ranks.__file__)
     processes = []
     for rank in range(RANKS):
-        place = RankPlace(rank, RANKS, meeting.host, meeting.port, meeting.host, TIMEOUT_S)
+        place = RankPlace(rank, RANKS, meeting.host, meeting.port, TIMEOUT_S)
         encoded = msgspec.json.encode(place).decode()
         arguments = (encoded, WAYS[request.param], str(tiny_model), str(directory))
         do = f"import trainer_ranks; trainer_ranks.main(*{arguments!r})"

@@ -36,10 +36,11 @@ def test_shards_are_gathered_converted_and_sent_whole() -> None:
             torch.device("cpu"),
             lambda layout: staging_for(HeldTensors(layout, held), layout, "device", is_shard=False),
         )
-        member = GroupMember(
-            "127.0.0.1", plan.port, "127.0.0.1", "sharded", 1, 2, "gloo", sharded_trainer.TIMEOUT_S
-        )
-        for _ in range(2):
+        # In between, two sendings fail: one before its first bucket, one after it.
+        for group in ("sharded", "again"):
+            member = GroupMember(
+                "127.0.0.1", plan.port, "127.0.0.1", group, 1, 2, "gloo", sharded_trainer.TIMEOUT_S
+            )
             receiver.start(WeightUpdate(member=member, manifest=plan.manifest, verify=True))
             receiver.apply()
         assert [rank.wait(timeout=60) for rank in ranks] == [0, 0]

@@ -89,7 +89,7 @@ def note_gradients(learner: PolicyTrainer, into: list[torch.Tensor]) -> None:
 def main(encoded_place: str, shards: str, model: str, out: str) -> None:
     torch.set_num_threads(1)
     place = msgspec.json.decode(encoded_place, type=RankPlace)
-    ranks = join(place, torch.device("cpu"), shards=shards == "yes")
+    ranks = join(place, torch.device("cpu"), address=place.host, shards=shards == "yes")
     directory = Path(out) / ("sharded" if ranks.shards else "replicated")
     for name in ALGORITHMS:
         done = run(Path(model), name, ranks, directory)

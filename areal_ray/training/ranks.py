@@ -97,9 +97,12 @@ class Ranks:
             tensor.copy_(summed.view_as(tensor))
 
 
-def join(place: RankPlace, device: torch.device, *, shards: bool) -> Ranks:
-    """Meet the other ranks; returns when all have come. Once in the life of a process."""
-    if place.address == "127.0.0.1":
+def join(place: RankPlace, device: torch.device, *, address: str, shards: bool) -> Ranks:
+    """Meet the other ranks; returns when all have come. Once in the life of a process.
+
+    `address`: of this node. `shards`: each rank is to hold a part of every parameter.
+    """
+    if address == "127.0.0.1":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = timedelta(seconds=place.timeout_s)
     store = dist.TCPStore(place.host, place.port, is_master=False, timeout=timeout)

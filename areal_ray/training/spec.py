@@ -20,6 +20,8 @@ class TrainerSpec(msgspec.Struct, frozen=True):
     trainer: TrainerConfig
     steps: int
     """Of the whole run, for schedules."""
+    ranks_timeout_s: float
+    """For each wait of one rank for the others."""
     packed_algorithm: bytes
     """An `algorithms.Algorithm`: a user's own functions exist in the driver alone."""
 
@@ -31,8 +33,6 @@ class RankPlace(msgspec.Struct, frozen=True):
     size: int
     host: str
     port: int
-    address: str
-    """Of this rank's node."""
     timeout_s: float
     """For each wait of one rank for the others."""
 

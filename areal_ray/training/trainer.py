@@ -76,6 +76,11 @@ class PolicyTrainer:
         self._steps = 0
         self.residence = Residence(self.model.device, self._tensors)
 
+    @property
+    def dtype(self) -> str:
+        """What engines and the exported model get."""
+        return self._spec.dtype
+
     def warm_up(self, prompts: Sequence[Prompt], *, steps: int, batch: int, lr: float) -> float:
         """Supervised steps on the prompts' answers; returns the last loss.
 

@@ -52,15 +52,17 @@ class Sender:
         """Broadcast the parameters as they are now to the group in which we are `member`."""
         if self._group is not None and self._group.member != member:
             self._hang_up()
-        if self._group is None:
-            self._group = self._join(member, self._rendezvous.store)
         try:
+            self._group = self._group or self._join(member, self._rendezvous.store)
             send(self._group, self._source, verify=self._verify)
         except BaseException as error:
             # So that the engines which still wait for more hear that none will come.
             group, self._group = self._group, None
-            hang_up(group, error)
+            if group is not None:
+                hang_up(group, error)
             raise
+        finally:
+            self._source.gather_the_rest()
 
     def call_off(self, group_id: str) -> None:
         """End a `send` that still waits for a member of this group. From any thread."""
@@ -114,6 +116,7 @@ class Source:
         self._stream = self._move_into_a_stream() if self._go_as_they_are() else None
         self._buffers: list[torch.Tensor | None] = [None] * BUCKETS_IN_FLIGHT
         self._gathered: tuple[int, torch.Tensor] | None = None
+        self._gathered_so_far = 0
 
     def bucket(self, bucket: range, slot: int) -> torch.Tensor:
         """Its bytes: where they lie, or packed into the buffer of this slot."""
@@ -132,11 +135,20 @@ class Source:
         """Of the last tensor that was gathered."""
         self._gathered = None
 
+    def gather_the_rest(self) -> None:
+        """After a stream that ended early: the other ranks gather along to its end, and the next
+        begins anew."""
+        self.let_go()
+        for tensor in self._tensors[self._gathered_so_far :]:
+            _whole(tensor.detach())
+        self._gathered_so_far = 0
+
     def _elements(self, piece: Piece, size: int) -> torch.Tensor:
         """This part of a tensor, flat, in the dtype that it has here."""
         index = piece.tensor_index
         if self._gathered is None or self._gathered[0] != index:
             self._gathered = index, _whole(self._tensors[index].detach()).reshape(-1)
+            self._gathered_so_far = index + 1
         return self._gathered[1][piece.in_tensor.start // size : piece.in_tensor.stop // size]
 
     def _go_as_they_are(self) -> bool:
