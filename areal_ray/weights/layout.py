@@ -25,6 +25,8 @@ import msgspec
 if TYPE_CHECKING:  # the control plane sends manifests about, and does without torch
     import torch
 
+    from areal_ray.weights.whole import Weight
+
 ALIGNMENT_BYTES = 64
 
 
@@ -105,7 +107,7 @@ class StreamLayout:
 
 
 def manifest_of(
-    parameters: Sequence[tuple[str, torch.Tensor]], *, dtype: torch.dtype, bucket_bytes: int
+    parameters: Sequence[tuple[str, Weight]], *, dtype: torch.dtype, bucket_bytes: int
 ) -> WeightManifest:
     """`bucket_bytes` is rounded up to whole alignments."""
     name = str(dtype).removeprefix("torch.")

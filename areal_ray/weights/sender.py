@@ -3,9 +3,10 @@
 On a CPU, parameters that are sent as they are (whole, in the right dtype) are moved once, to lie
 in memory as they lie in the stream: then a bucket is a slice of it, and nothing is packed, which
 there takes a third of the transfer's time again. Others are converted into buckets, the next while
-the last is on its way; a sharded one (FSDP2) is gathered when its first bucket is packed and let go
-after its last, never the whole model at once. Gathering is a collective of the trainer's ranks, so
-the others `gather_along`. All methods block: call them off the event loop.
+the last is on its way; a sharded one (FSDP2) is gathered, one with an adapter merged, when its
+first bucket is packed, and let go after its last: never the whole model at once. Gathering is a
+collective of the trainer's ranks, so the others `gather_along`. All methods block: call them off
+the event loop.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from areal_ray.weights.checksum import checksum
 from areal_ray.weights.layout import Piece, StreamLayout, manifest_of
 from areal_ray.weights.transport import Rendezvous, Transport, hang_up, join
 from areal_ray.weights.update import GroupMember, SendingPlan
+from areal_ray.weights.whole import Weight, whole
 
 BUCKETS_IN_FLIGHT = 3
 """Two on their way, while the next is packed."""
 
-Parameters = Sequence[tuple[str, torch.Tensor]]
+Parameters = Sequence[tuple[str, Weight]]
 
 
 class Sender:
@@ -102,7 +104,7 @@ def send(group: Transport, source: Source, *, verify: bool = False) -> None:
 def gather_along(parameters: Parameters) -> None:
     """On every rank of a sharded trainer but the one that sends, while that one does."""
     for _, tensor in parameters:
-        _whole(tensor)
+        whole(tensor)
 
 
 class Source:
@@ -140,14 +142,14 @@ class Source:
         begins anew."""
         self.let_go()
         for tensor in self._tensors[self._gathered_so_far :]:
-            _whole(tensor.detach())
+            whole(tensor.detach())
         self._gathered_so_far = 0
 
     def _elements(self, piece: Piece, size: int) -> torch.Tensor:
         """This part of a tensor, flat, in the dtype that it has here."""
         index = piece.tensor_index
         if self._gathered is None or self._gathered[0] != index:
-            self._gathered = index, _whole(self._tensors[index].detach()).reshape(-1)
+            self._gathered = index, whole(self._tensors[index].detach()).reshape(-1)
             self._gathered_so_far = index + 1
         return self._gathered[1][piece.in_tensor.start // size : piece.in_tensor.stop // size]
 
@@ -166,8 +168,3 @@ class Source:
             place.copy_(tensor.detach())
             tensor.data = place
         return stream
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    gather = getattr(tensor, "full_tensor", None)
-    return tensor if gather is None else gather()
