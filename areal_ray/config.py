@@ -137,6 +137,17 @@ class RolloutConfig(Section):
     """Finished groups that wait for training, in all; rollout waits when there are more."""
 
 
+class LoraConfig(Section):
+    """Low-rank adapters on the policy's linear layers. A critic is trained in full."""
+
+    rank: CountOrZero = 0
+    """Of the adapters, which alone are trained then. 0: none; all weights are trained."""
+    alpha: Positive = 32.0
+    """What an adapter computes counts `alpha / rank` times."""
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Which layers have one: all but the head, or those of these names, such as `q_proj`."""
+
+
 class TrainerConfig(Section):
     ranks: Count = 1
     """Processes that train together, each on a GPU of its own (or, on CPUs, a core)."""
@@ -164,6 +175,7 @@ class TrainerConfig(Section):
     """Tokens in one forward and backward pass; the result does not depend on it."""
     gradient_checkpointing: bool = False
     """Compute the layers' activations again in the backward pass, instead of keeping them."""
+    lora: LoraConfig = LoraConfig()
     step_timeout_s: Positive = 1800.0
     max_restarts: CountOrZero = 3
     """So often a trainer that dies is brought back, from the last checkpoint."""
@@ -288,6 +300,11 @@ def _problems(config: Config, has_held_out: bool) -> Iterator[str]:
         )
     if rollout.window is not None and rollout.order != "window":
         yield f"rollout.window: only read with `rollout.order: window`, not `{rollout.order}`"
+    lora = config.trainer.lora
+    if not lora.rank and lora != LoraConfig():
+        yield "trainer.lora: only read with `trainer.lora.rank`; at 0 all weights are trained"
+    if not lora.targets:
+        yield "trainer.lora.targets: expected `all-linear` or at least one name, got an empty list"
     weights = config.weights
     if weights.release_kv_cache and weights.staging != "none":
         yield (

@@ -98,6 +98,12 @@ def write(tmp_path: Path, text: str) -> Path:
             "rollout: {max_queue_gib: 0}",
             "rollout.max_queue_gib: expected a number > 0, got 0",
         ),
+        ("trainer: {lora: {rank: -1}}", "trainer.lora.rank: expected an integer >= 0, got -1"),
+        (
+            "trainer: {lora: {rank: 4, targets: q_proj}}",
+            "trainer.lora.targets: expected one of all-linear or a list, each item text, got the "
+            'text "q_proj"',
+        ),
         (
             "steps: 0\ntrainer: {lrr: 1}",
             "steps: expected an integer >= 1, got 0\ntrainer.lrr: unknown key; did you mean `lr`?",
@@ -163,6 +169,14 @@ def test_a_bad_value_is_refused_with_its_path_and_what_was_expected(
             "rollout.window: only read with `rollout.order: window`, not `completion`",
         ),
         (
+            {"trainer": {"lora": {"alpha": 8}}},
+            "trainer.lora: only read with `trainer.lora.rank`; at 0 all weights are trained",
+        ),
+        (
+            {"trainer": {"lora": {"rank": 4, "targets": []}}},
+            "trainer.lora.targets: expected `all-linear` or at least one name, got an empty list",
+        ),
+        (
             {"rollout": {"window": 8, "order": "strict"}},
             "rollout.window: only read with `rollout.order: window`, not `strict`",
         ),
@@ -186,6 +200,7 @@ def test_a_combination_that_cannot_work_is_refused(raw: dict, message: str) -> N
         {},
         {"generation": {"engines": 3, "min_engines": 3}},
         {"generation": {"suspect_after_s": 119.9}},
+        {"trainer": {"lora": {"rank": 4, "alpha": 8, "targets": ["q_proj"]}}},
         {"rollout": {"order": "window"}},
         {"rollout": {"order": "window", "window": 8}},
         {"rollout": {"order": "strict"}},
