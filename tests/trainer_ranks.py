@@ -13,13 +13,18 @@ import msgspec
 import torch
 from training_steps import EVERYTHING, group, trainer
 
-from areal_ray.algorithm_config import AlgorithmConfig
+from areal_ray.algorithm_config import AlgorithmConfig, KlConfig
+from areal_ray.config import LoraConfig
 from areal_ray.training.ranks import Ranks, join
 from areal_ray.training.spec import RankPlace, StepMetrics
 from areal_ray.training.trainer import PolicyTrainer
 from areal_ray.types import Prompt
 
-ALGORITHMS = {"plain": AlgorithmConfig(), "everything": EVERYTHING}
+ALGORITHMS = {
+    "plain": AlgorithmConfig(),
+    "everything": EVERYTHING,
+    "lora": AlgorithmConfig(kl=KlConfig(coefficient=0.1)),
+}
 # More rank shares than samples in some parts, and parts that can't be shared out evenly.
 GROUPS = [group(i, [1.0, 0.0, 0.0, 1.0, 0.0][: 2 + i % 4]) for i in range(5)]
 DEMONSTRATIONS = [Prompt(text="17+25=", answer="24"), Prompt(text="1+1=", answer="2")]
@@ -46,6 +51,7 @@ def new_trainer(model: Path, name: str, ranks: Ranks | None) -> PolicyTrainer:
         lr=1e-4,
         micro_batch_tokens=24,
         gradient_checkpointing=name == "everything",
+        lora=LoraConfig(rank=4 if name == "lora" else 0),
     )
 
 
@@ -77,7 +83,7 @@ def note_gradients(learner: PolicyTrainer, into: list[torch.Tensor]) -> None:
 
     def noted(step: object = step) -> None:
         if not into:
-            for parameter in learner.model.module.parameters():
+            for parameter in learner._policy.optimizer.param_groups[0]["params"]:
                 grad = parameter.grad
                 whole = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
                 into.append(whole.clone())

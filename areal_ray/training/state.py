@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -31,6 +32,8 @@ class Part:
 
     module: torch.nn.Module
     optimizer: torch.optim.Optimizer | None
+    names: frozenset[str] | None = None
+    """Of the module's tensors that belong to it. None: all of them."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,8 @@ def restore(parts: Mapping[str, Part], directory: Path, ranks: Ranks) -> int:
     except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
         raise CheckpointError(f"{directory} does not fit this model: {_cause(error)}") from error
     for name, part in there.items():
-        set_model_state_dict(part.module, tensors[f"{name} model"])
+        options = StateDictOptions(strict=part.names is None)
+        set_model_state_dict(part.module, tensors[f"{name} model"], options=options)
         if part.optimizer is not None:
             set_optimizer_state_dict(
                 part.module, part.optimizer, optim_state_dict=tensors[f"{name} optimizer"]
@@ -103,7 +107,11 @@ def _tensors_of(parts: Mapping[str, Part], *, begun_or_not: bool = False) -> dic
     """An optimizer that has not begun has no state; asked for it, torch would take a first step."""
     tensors: dict[str, object] = {}
     for name, part in parts.items():
-        tensors[f"{name} model"] = get_model_state_dict(part.module)
+        tensors[f"{name} model"] = {
+            key: value
+            for key, value in get_model_state_dict(part.module).items()
+            if part.names is None or key in part.names
+        }
         if part.optimizer is not None and (part.optimizer.state or begun_or_not):
             tensors[f"{name} optimizer"] = get_optimizer_state_dict(part.module, part.optimizer)
     return tensors

@@ -32,6 +32,7 @@ from areal_ray.algorithms import (
     prepare,
     value_loss,
 )
+from areal_ray.config import LoraConfig
 from areal_ray.data.tokenizer import PromptTokenizer
 from areal_ray.plugins import unpack
 from areal_ray.training import state
@@ -57,7 +58,7 @@ class PolicyTrainer:
         self._spec = spec
         self.ranks = ranks or Ranks()
         self._algorithm: Algorithm = unpack(spec.packed_algorithm)
-        self.model = self._new_model()
+        self.model = self._new_model(lora=spec.trainer.lora)
         self.tokenizer = PromptTokenizer(
             spec.model_path,
             trust_remote_code=spec.trust_remote_code,
@@ -152,11 +153,12 @@ class PolicyTrainer:
 
     @property
     def _parts(self) -> dict[str, Part]:
-        parts = {"policy": Part(self.model.module, self._policy.optimizer)}
+        parts = {"policy": Part(self.model.module, self._policy.optimizer, self.model.own_names)}
         if self._critic is not None:
             parts["critic"] = Part(self._critic.module, self._critic_learner.optimizer)
         if self._algorithm.needs.reference:
-            parts["reference"] = Part(self._reference_model().module, None)
+            reference = self._reference_model()
+            parts["reference"] = Part(reference.module, None, reference.own_names)
         return parts
 
     def export(self, directory: Path) -> None:
@@ -264,7 +266,7 @@ class PolicyTrainer:
     def _tensors(self) -> Iterator[Tensor]:
         """All that a step needs on the device."""
         modules = [self.model.module]
-        if self._reference is not None:
+        if self._reference is not None and self._reference.module is not self.model.module:
             modules.append(self._reference.module)
         if self._critic is not None:
             modules.append(self._critic.module)
@@ -278,7 +280,7 @@ class PolicyTrainer:
     def _new_learner(self, module: torch.nn.Module, lr: float) -> Learner:
         return Learner(list(module.parameters()), self._spec.trainer, lr=lr, ranks=self.ranks)
 
-    def _new_model(self, *, settled: bool = True) -> CausalModel:
+    def _new_model(self, *, settled: bool = True, lora: LoraConfig | None = None) -> CausalModel:
         return CausalModel(
             self._spec.model_path,
             device=torch.device(self._spec.device),
@@ -286,6 +288,7 @@ class PolicyTrainer:
             gradient_checkpointing=self._spec.trainer.gradient_checkpointing,
             mesh=self.ranks.mesh,
             settled=settled,
+            lora=lora,
         )
 
 
