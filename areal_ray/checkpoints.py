@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from areal_ray import logs
-from areal_ray.config import Config
+from areal_ray.config import Config, LoraConfig
 from areal_ray.errors import CheckpointError
 from areal_ray.rollout_book import BookState
 from areal_ray.types import TrajectoryGroup, WeightVersion
@@ -38,16 +38,19 @@ LATEST = "latest"
 """In the place of a checkpoint's directory: the last whole one of the run."""
 
 
-class Draws(msgspec.Struct, frozen=True):
-    """What the rollout book means: with others, its numbers would tell of something else."""
+class Draws(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the rollout book and a trainer's adapters mean: with others, their numbers would tell of
+    something else."""
 
     groups_per_step: int
     seed: int
     shuffle: bool
+    lora: LoraConfig = LoraConfig()
 
 
 def draws_of(config: Config) -> Draws:
-    return Draws(config.trainer.groups_per_step, config.seed, config.data.shuffle)
+    trainer = config.trainer
+    return Draws(trainer.groups_per_step, config.seed, config.data.shuffle, trainer.lora)
 
 
 class Manifest(msgspec.Struct, frozen=True):

@@ -294,9 +294,10 @@ def _checkpoint(config: Config, resume: str | None) -> Checkpoint | None:
 
 
 def _shown(draws: Draws) -> str:
+    lora = f", with trainer.lora {msgspec.json.encode(draws.lora).decode()}"
     return (
         f"trainer.groups_per_step {draws.groups_per_step}, seed {draws.seed} and data.shuffle "
-        f"{str(draws.shuffle).lower()}"
+        f"{str(draws.shuffle).lower()}{lora if draws.lora.rank else ''}"
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from areal_ray.checkpoints import CheckpointStore, Draws
 from areal_ray.cli import main
+from areal_ray.config import LoraConfig
 
 
 def config(tmp_path: Path, **sections: str) -> str:
@@ -122,4 +123,20 @@ def test_a_checkpoint_of_other_batches_or_another_seed_is_not_taken_up(
     assert (
         "is of a run with trainer.groups_per_step 4, seed 1 and data.shuffle true; expected the "
         "same, got trainer.groups_per_step 32, seed 0 and data.shuffle true"
+    ) in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_other_adapters_is_not_taken_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
+    store.begin(5)
+    draws = Draws(groups_per_step=32, seed=0, shuffle=True, lora=LoraConfig(rank=4))
+    directory = store.commit(5, 5, draws).directory
+    changed = ["trainer.lora.rank=4", "trainer.lora.alpha=8"]
+    assert main(["train", config(tmp_path), *changed, "--resume-from", str(directory)]) == 2
+    assert (
+        'data.shuffle true, with trainer.lora {"rank":4,"alpha":32.0,"targets":"all-linear"}; '
+        "expected the same, got trainer.groups_per_step 32, seed 0 and data.shuffle true, with "
+        'trainer.lora {"rank":4,"alpha":8.0,"targets":"all-linear"}'
     ) in capsys.readouterr().err
