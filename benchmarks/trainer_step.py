@@ -38,6 +38,7 @@ from areal_ray.algorithms import Algorithm
 from areal_ray.config import TrainerConfig
 from areal_ray.plugins import pack as pickled
 from areal_ray.training.packing import pack
+from areal_ray.training.ranks import Ranks
 from areal_ray.training.spec import TrainerSpec
 from areal_ray.training.step_data import step_data
 from areal_ray.training.trainer import PolicyTrainer
@@ -141,7 +142,9 @@ def plain_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
 class Packed:
     """areal_ray's own, with as many positions in a micro-batch as the padded ones may have."""
 
-    def __init__(self, model: Path, groups: Sequence[TrajectoryGroup]) -> None:
+    def __init__(
+        self, model: Path, groups: Sequence[TrajectoryGroup], ranks: Ranks | None = None
+    ) -> None:
         sequences = step_data(groups, 0).sequences
         budget = MICRO_BATCH_SEQUENCES * max(len(s.token_ids) for s in sequences)
         self._groups = groups
@@ -157,7 +160,8 @@ class Packed:
                 trainer=TrainerConfig(lr_warmup_steps=0, micro_batch_tokens=budget),
                 steps=1000,
                 packed_algorithm=pickled(Algorithm.of(ALGORITHM)),
-            )
+            ),
+            ranks,
         )
         self.positions = sum(b.input_ids.numel() for b in pack(sequences, budget_tokens=budget))
 
@@ -322,13 +326,13 @@ def contestants(model: Path, groups: Sequence[TrajectoryGroup]) -> dict[str, Con
 
 def refuse_unless_equal(outcomes: dict[str, StepOutcome]) -> None:
     """Figures of contestants that compute different things would mean nothing."""
-    ours = outcomes["areal_ray"]
-    for name, theirs in outcomes.items():
+    (first, ours), *others = outcomes.items()
+    for name, theirs in others:
         is_equal = abs(theirs.loss - ours.loss) <= 1e-4 and np.isclose(
             theirs.grad_norm, ours.grad_norm, rtol=1e-3
         )
         if not is_equal:
-            sys.exit(f"the first step must be the same for all: areal_ray {ours}, {name} {theirs}")
+            sys.exit(f"the first step must be the same for all: {first} {ours}, {name} {theirs}")
 
 
 def race(entered: dict[str, Contestant], tokens: int, rounds: int) -> dict[str, Measured]:

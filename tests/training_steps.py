@@ -56,7 +56,6 @@ def trainer(
             seed=0,
             trainer=TrainerConfig(**({"lr": 1e-2, "lr_warmup_steps": 0} | changes)),
             steps=100,
-            ranks_timeout_s=60.0,
             packed_algorithm=pack_function(named),
         ),
         ranks,

@@ -20,10 +20,10 @@ class TrainerSpec(msgspec.Struct, frozen=True):
     trainer: TrainerConfig
     steps: int
     """Of the whole run, for schedules."""
-    ranks_timeout_s: float
-    """For each wait of one rank for the others."""
     packed_algorithm: bytes
     """An `algorithms.Algorithm`: a user's own functions exist in the driver alone."""
+    ranks_timeout_s: float = 1800.0
+    """For each wait of one rank for the others."""
 
 
 class RankPlace(msgspec.Struct, frozen=True):
