@@ -175,6 +175,8 @@ class TrainerConfig(Section):
     """Tokens in one forward and backward pass; the result does not depend on it."""
     gradient_checkpointing: bool = False
     """Compute the layers' activations again in the backward pass, instead of keeping them."""
+    compile: bool = False
+    """Let torch compile the layers: a minute or so at the start, for faster steps on GPUs."""
     lora: LoraConfig = LoraConfig()
     step_timeout_s: Positive = 1800.0
     max_restarts: CountOrZero = 3

@@ -227,6 +227,29 @@ def test_gradient_checkpointing_changes_no_gradient(tiny_model: Path) -> None:
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
+def test_compiled_layers_change_no_gradient(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traced and differentiated as on a GPU, without the minute that making kernels takes."""
+    compile_layers = torch.compile
+    compiled = []
+
+    def traced(function, *, dynamic: bool):
+        compiled.append(function)
+        return compile_layers(function, dynamic=dynamic, backend="aot_eager")
+
+    monkeypatch.setattr(torch, "compile", traced)
+    groups = [group(i, [1.0, 0.0, 0.0, 1.0]) for i in range(4)]
+    outcomes = []
+    for changes in ({}, {"compile": True}, {"compile": True, "gradient_checkpointing": True}):
+        learner = trainer(tiny_model, micro_batch_tokens=24, **changes)
+        outcomes.append(learner.train_on(groups, 0))
+    assert len(compiled) == 2 * len(learner.model.layers) > 0
+    for outcome in outcomes[1:]:
+        assert outcome.loss == pytest.approx(outcomes[0].loss, abs=1e-6)
+        assert outcome.grad_norm == pytest.approx(outcomes[0].grad_norm, rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [

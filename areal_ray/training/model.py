@@ -37,6 +37,7 @@ class CausalModel:
         device: torch.device,
         trust_remote_code: bool,
         gradient_checkpointing: bool = False,
+        compiled: bool = False,
         mesh: DeviceMesh | None = None,
         settled: bool = True,
         lora: LoraConfig | None = None,
@@ -72,6 +73,7 @@ class CausalModel:
             device=device,
             trust_remote_code=trust_remote_code,
             gradient_checkpointing=gradient_checkpointing,
+            compiled=compiled,
             mesh=mesh,
         )
         self._architecture = type(self.module)
@@ -87,6 +89,10 @@ class CausalModel:
         self.module.train(gradient_checkpointing)
         if gradient_checkpointing:
             self.module.gradient_checkpointing_enable({"use_reentrant": False})
+        if compiled:
+            for layer in self.layers:
+                # Its computing alone: names stay, and so does what is hooked to the layer.
+                layer.forward = torch.compile(layer.forward, dynamic=True)
         if settled:
             settle(self.module, self.layers, device, mesh)
         self._statistics = with_whole_weights(self.module, self._token_statistics)

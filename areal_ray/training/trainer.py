@@ -286,6 +286,7 @@ class PolicyTrainer:
             device=torch.device(self._spec.device),
             trust_remote_code=self._spec.trust_remote_code,
             gradient_checkpointing=self._spec.trainer.gradient_checkpointing,
+            compiled=self._spec.trainer.compile,
             mesh=self.ranks.mesh,
             settled=settled,
             lora=lora,
