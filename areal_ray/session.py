@@ -1,10 +1,11 @@
 """The training of one run: the short loop over awaited actors, and what it writes down.
 
     report = await crew.train_step(...)         learn from the next batch
-    await evaluation                            if one of this version is under way
     update = await crew.update_weights(...)     and the engines serve the next version
 
-Rollout goes on all the while; the loop never waits for it, the trainer only for its batch.
+Rollout goes on all the while; the loop never waits for it, the trainer only for its batch. An
+evaluation is of one version, so while one is under way the engines stay at theirs; the trainer goes
+on without them, as far ahead as `max_staleness` lets what they generate be learnt from.
 """
 
 from __future__ import annotations
@@ -66,6 +67,9 @@ class Session:
         is_own = resumed is not None and resumed.directory.is_relative_to(files.directory)
         self._saved_step = resumed.step if is_own else None
         self._version = 0 if resumed is None else resumed.manifest.version
+        """The trainer's."""
+        self._served = self._version
+        """The engines'."""
         self._recoveries = 0
         self.steps = 0 if resumed is None else resumed.step
         self.evaluations = [one for one in before if isinstance(one, EvaluationRecord)]
@@ -89,6 +93,9 @@ class Session:
 
         An evaluation that fails is told only after the model is saved.
         """
+        if self._served != self._version:  # it was stopped while the trainer was ahead
+            await self._end_evaluation(cancel=True)
+            await self._update()
         if self._config.checkpoint.every:
             await self._checkpoint()
         saving = within(
@@ -139,13 +146,32 @@ class Session:
         report = await self._crew.train_step(self.steps + 1, self._version)
         # At once: whatever comes now, these groups are done with.
         await self._crew.trained(report.group_ids)
-        # An evaluation is of one version: the next weights wait for it, the trainer did not.
-        reward = await self._end_evaluation()
-        update = await self._crew.update_weights(self._version + 1)
         self._version += 1
+        reward, update = None, None
+        if not self._may_go_ahead():
+            reward = await self._end_evaluation()
+            update = await self._update()
         self.steps += 1
         await self._record(report, update)
         return reward
+
+    async def _update(self) -> UpdateReport:
+        update = await self._crew.update_weights(self._version)
+        self._served = self._version
+        return update
+
+    def _may_go_ahead(self) -> bool:
+        """Whether the step after this one can be taken while the engines stay at their version."""
+        if self._evaluation is None or self._evaluation.done():
+            return False
+        config, step = self._config, self.steps + 1
+        # Whoever is evaluated or saved next is of a version that was served.
+        needs_update = step == config.steps or any(
+            every and step % every == 0
+            for every in (config.checkpoint.every, config.evaluation.every)
+        )
+        is_fresh_enough = self._version - self._served <= config.rollout.max_staleness
+        return is_fresh_enough and not needs_update and not self._stop.requested.is_set()
 
     async def _recover(self, lost: TrainerLost) -> None:
         """Go on from the last checkpoint: what was learnt since is lost, and no group is trained on
@@ -163,6 +189,7 @@ class Session:
                 lost = again
                 continue
             self._version += 1
+            self._served = self._version
             self._view.phase(f"the trainer goes on from step {checkpoint.step}")
             return
         raise lost
@@ -221,18 +248,16 @@ class Session:
         self._view.evaluation(record)
         return record
 
-    async def _record(self, report: TrainReport, update: UpdateReport) -> None:
+    async def _record(self, report: TrainReport, update: UpdateReport | None) -> None:
         rollout, waiting = await self._crew.status()
-        loops = rollout.loops | {
-            "queue": waiting.loop,
-            "trainer": report.loop,
-            "manager": update.loop,
-        }
+        loops = rollout.loops | {"queue": waiting.loop, "trainer": report.loop}
+        if update is not None:
+            loops["manager"] = update.loop
         now = time.monotonic()
         generated = rollout.generated_tokens - self._tokens_recorded
         record = StepRecord(
             step=report.step,
-            version=update.outcome.version,
+            version=self._served,
             seconds=now - self._began,
             reward=report.mean_reward,
             response_tokens=report.mean_response_tokens,
@@ -247,8 +272,8 @@ class Session:
             loop_lag_p99_ms={who: round(loop.p99_ms, 2) for who, loop in loops.items()},
             waited_s=report.waited_s,
             train_s=report.metrics.seconds,
-            staged_s=update.outcome.staged_s,
-            pause_s=update.outcome.longest_pause_s,
+            staged_s=0.0 if update is None else update.outcome.staged_s,
+            pause_s=0.0 if update is None else update.outcome.longest_pause_s,
             loss=report.metrics.loss,
             grad_norm=report.metrics.grad_norm,
             lr=report.metrics.lr,

@@ -7,12 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from areal_ray.actors.rollout_controller import Evaluation
 from areal_ray.config import Config
 from areal_ray.config_file import from_mapping
-from areal_ray.errors import CheckpointError, TrainerLost
+from areal_ray.errors import CheckpointError, QueueClosed, TrainerLost
 from areal_ray.session import Session
 from areal_ray.staleness import LedgerCounts
 from areal_ray.training.spec import StepMetrics
+from areal_ray.types import Prompt
 
 LOOP = SimpleNamespace(p99_ms=0.0)
 
@@ -32,6 +34,8 @@ class PlayedCrew:
         self.checkpointing = SimpleNamespace(take_snapshot=self.take_snapshot, write=self.write)
         self.writing = asyncio.Event()
         self.writing.set()
+        self.evaluating = asyncio.Event()
+        self.served = 0
 
     async def train_step(self, step: int, version: int) -> SimpleNamespace:
         self.asked.append(f"step {step} at {version}")
@@ -55,6 +59,7 @@ class PlayedCrew:
 
     async def update_weights(self, version: int) -> SimpleNamespace:
         self.asked.append(f"version {version}")
+        self.served = version
         outcome = SimpleNamespace(version=version, staged_s=0.0, longest_pause_s=0.0)
         return SimpleNamespace(outcome=outcome, loop=LOOP)
 
@@ -71,6 +76,12 @@ class PlayedCrew:
         if cut.step in self._unwritable:
             raise CheckpointError("no space left on device")
         self.asked.append(f"written {cut.step}")
+
+    async def evaluate(self, prompts: list[Prompt]) -> Evaluation:
+        version = self.served
+        self.asked.append(f"evaluation of {version}")
+        await self.evaluating.wait()
+        return Evaluation(version=version, prompts=len(prompts), mean_reward=0.0)
 
     async def trained(self, group_ids: list[int]) -> None:
         pass
@@ -91,12 +102,23 @@ class PlayedView:
     def step(self, record: object) -> None:
         pass
 
+    def evaluation(self, record: object) -> None:
+        pass
 
-def session(crew: PlayedCrew, **changes: object) -> tuple[Session, PlayedView]:
+
+def session(
+    crew: PlayedCrew, *, held_out: list[Prompt] | None = None, **changes: object
+) -> tuple[Session, PlayedView]:
     view = PlayedView()
     files = SimpleNamespace(record=lambda record: None)
     stop = SimpleNamespace(requested=asyncio.Event())
-    return Session(config(**changes), crew, files, view, [], stop), view
+    return Session(config(**changes), crew, files, view, held_out or [], stop), view
+
+
+async def settled() -> None:
+    """Everything that can go on without something from outside has."""
+    for _ in range(50):
+        await asyncio.sleep(0)
 
 
 async def test_checkpoints_are_taken_at_the_start_and_after_every_so_many_steps() -> None:
@@ -117,8 +139,7 @@ async def test_training_goes_on_while_one_is_written_and_the_next_waits_for_it()
     crew.writing.clear()
     made, _ = session(crew)
     learning = asyncio.ensure_future(made._learn())
-    for _ in range(50):
-        await asyncio.sleep(0)
+    await settled()
     # Up to the second snapshot, for which the first must be written.
     assert crew.asked[-1] == "version 2"
     assert not learning.done()
@@ -136,6 +157,69 @@ async def test_one_that_can_not_be_written_is_told_and_the_run_goes_on() -> None
         "the checkpoint of step 2 was not written: CheckpointError: no space left on device"
     )
     assert crew.asked[-1] == "written 6"
+
+
+EVALUATED = {"held_out": [Prompt(text="1+1=")], "checkpoint": {"every": 0}, "steps": 20}
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+async def test_the_trainer_goes_ahead_of_an_evaluation_as_far_as_staleness_lets_it(
+    max_staleness: int,
+) -> None:
+    """Version 0 is evaluated: what the engines generate meanwhile is of version 0."""
+    crew = PlayedCrew()
+    made, _ = session(crew, **EVALUATED, rollout={"max_staleness": max_staleness})
+    learning = asyncio.ensure_future(made._learn())
+    await settled()
+    steps = [f"step {step + 1} at {step}" for step in range(max_staleness + 1)]
+    assert [one for one in crew.asked if "evaluation" not in one] == steps
+    crew.evaluating.set()
+    await learning
+    behind = len(steps)
+    assert crew.asked[behind + 1] == f"version {behind}"
+    # From then on the engines keep up.
+    assert [one for one in crew.asked if "version" in one] == [
+        f"version {version}" for version in range(behind, 21)
+    ]
+
+
+async def test_what_is_evaluated_next_is_served_first() -> None:
+    crew = PlayedCrew()
+    made, _ = session(
+        crew,
+        **EVALUATED,
+        evaluation={"every": 2},
+        data={"held_out": "given"},
+        rollout={"max_staleness": 5},
+    )
+    learning = asyncio.ensure_future(made._learn())
+    await settled()
+    # Step 2 is the next that is evaluated: its weights wait for the evaluation of version 0.
+    assert sorted(crew.asked) == ["evaluation of 0", "step 1 at 0", "step 2 at 1"]
+    crew.evaluating.set()
+    await learning
+    await settled()
+    evaluated = [one for one in crew.asked if "evaluation" in one]
+    assert evaluated == [f"evaluation of {version}" for version in range(0, 22, 2)]
+
+
+async def test_a_run_that_is_stopped_while_the_trainer_is_ahead_catches_up() -> None:
+    crew = PlayedCrew()
+    made, _ = session(crew, **EVALUATED, rollout={"max_staleness": 5})
+    learning = asyncio.ensure_future(made._learn())
+    await settled()
+    assert crew.served == 0
+    crew.train_step = closed
+    crew.trainer = SimpleNamespace(finish=SimpleNamespace(remote=lambda _: settled()))
+    made._files.model = "model"
+    crew.evaluating.set()
+    assert await learning == "stopped"
+    await made.finish("stopped")
+    assert crew.served == made._version > 0
+
+
+async def closed(step: int, version: int) -> None:
+    raise QueueClosed("the queue is closed")
 
 
 async def test_a_lost_trainer_is_recovered_and_costs_a_version() -> None:

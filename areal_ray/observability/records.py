@@ -9,10 +9,11 @@ from areal_ray.types import WeightVersion
 
 
 class StepRecord(msgspec.Struct, frozen=True, tag="step", tag_field="kind"):
-    """One optimizer step with the weight update that followed it."""
+    """One optimizer step with the weight update that followed it, if the engines could take it."""
 
     step: int
     version: WeightVersion
+    """That they serve then."""
     seconds: float
     """Since training began."""
     reward: float

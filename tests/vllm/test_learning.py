@@ -54,8 +54,11 @@ def test_it_learned_from_stale_data_within_the_bound(learned: Path) -> None:
     steps = [r for r in read_metrics(learned / "metrics.jsonl") if isinstance(r, StepRecord)]
     assert max(record.staleness_max for record in steps) in (1, 2)
     assert [record.step for record in steps] == list(range(1, len(steps) + 1))
-    assert [record.version for record in steps] == [record.step for record in steps]
-    assert all(record.tokens_per_s >= 0 and 0 < record.pause_s < 30 for record in steps)
+    # The engines keep up with the trainer, but for the time of an evaluation.
+    assert all(0 <= record.step - record.version <= 2 for record in steps)
+    assert steps[-1].version == steps[-1].step
+    assert all(record.tokens_per_s >= 0 and 0 <= record.pause_s < 30 for record in steps)
+    assert all(record.pause_s > 0 for record in steps if record.version == record.step)
     assert steps[-1].groups_failed == 0
 
 
