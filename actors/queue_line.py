@@ -59,6 +59,12 @@ class QueueLine:
         queue refuse it from now on."""
         return await self._ask(partial(self._queue.has_taken.remote, group_id, withdraw=withdraw))
 
+    async def trained_unheard(self) -> list[int]:
+        """Groups that a trainer has acknowledged, and died before it could tell of it."""
+        accepted = self._book.accepted  # by now: what comes meanwhile may be here or there
+        untrained = set(await self._ask(self._queue.untrained.remote))
+        return [group_id for group_id in accepted if group_id not in untrained]
+
     async def follow(self) -> None:
         """Learn what expired in the queue, and mend what a restart has torn. Never returns."""
         incarnation, rerolled = "", []

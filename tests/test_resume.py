@@ -87,5 +87,33 @@ def test_a_trainer_that_is_killed_goes_on_from_the_last_checkpoint(
             counts = await rehearsal.counts()
             assert counts.failed == 0
             assert counts.expired <= 4
+            rehearsal.skipped = 1
+            await rehearsal.check_that_all_is_well()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_trainer_that_dies_with_a_batch_trained_on_costs_a_batch_and_no_place(
+    is_told: bool, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Before the controller has heard of it, or after. With no staleness there is just the one
+    batch: did it hold its places still, no other would start."""
+
+    async def scenario() -> None:
+        async with RehearsedCrew(tiny_model, tmp_path, rollout={"max_staleness": 0}) as rehearsal:
+            crew = rehearsal.crew
+            await rehearsal.step()
+            await crew.checkpointing.write(await crew.checkpointing.take_snapshot(1))
+            report = await crew.train_step(2, rehearsal.version)
+            rehearsal.trained += report.group_ids
+            if is_told:
+                await crew.trained(report.group_ids)
+            await kill(crew.trainer)
+            rehearsal.version += 1
+            await crew.recover_trainer(rehearsal.version)
+            await rehearsal.steps(2)
+            assert (await rehearsal.counts()).skipped == 0
+            await rehearsal.check_that_all_is_well()
 
     run(scenario())
