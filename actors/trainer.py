@@ -22,6 +22,7 @@ from areal_ray.actors.batches import Batch, Batches
 from areal_ray.actors.trajectory_queue import Place, read_places
 from areal_ray.checkpoints import open_checkpoint, write_groups
 from areal_ray.config import WarmupConfig
+from areal_ray.errors import NotReady
 from areal_ray.observability.jsonl import JsonlWriter
 from areal_ray.observability.loop_health import LoopHealth, LoopReport
 from areal_ray.priority import step_aside
@@ -198,12 +199,14 @@ class TrainerActor:
 
     @property
     def _queued(self) -> Batches:
-        assert self._batches is not None
+        if self._batches is None:
+            raise NotReady("the trainer is not started")
         return self._batches
 
     @property
     def _started(self) -> PolicyTrainer:
-        assert self._trainer is not None
+        if self._trainer is None:
+            raise NotReady("the trainer is not started")
         return self._trainer
 
     def _new_trainer(self) -> PolicyTrainer:
@@ -226,7 +229,8 @@ class TrainerActor:
         )
 
     def _send(self, member: GroupMember) -> WeightVersion:
-        assert self._sender is not None
+        if self._sender is None:
+            raise NotReady("the trainer was restarted since it gave its sending plan")
         self._sender.send(member)
         return self._version
 

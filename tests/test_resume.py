@@ -10,6 +10,7 @@ from rehearsing import PROMPTS, RehearsedCrew, kill, run, simulated
 
 from areal_ray.checkpoints import Checkpoint
 from areal_ray.errors import TrainerLost
+from areal_ray.tasks import guarded
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -89,6 +90,39 @@ def test_a_trainer_that_is_killed_goes_on_from_the_last_checkpoint(
             assert counts.expired <= 4
             rehearsal.skipped = 1
             await rehearsal.check_that_all_is_well()
+
+    run(scenario())
+
+
+def test_engines_that_come_back_while_the_trainer_is_down_wait_for_it(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        async with rehearse(tiny_model, tmp_path) as rehearsal:
+            crew = rehearsal.crew
+            await rehearsal.step()
+            await crew.checkpointing.write(await crew.checkpointing.take_snapshot(1))
+            await kill(crew.trainer)
+            for engine in crew.engines.values():
+                await kill(engine)
+            await guarded(both_are("syncing", rehearsal), crew.watch())
+            with pytest.raises(TrainerLost):
+                await rehearsal.step()
+            rehearsal.version += 1
+            rehearsal.skipped = 1
+            await crew.recover_trainer(rehearsal.version)
+            await rehearsal.steps(2)
+            await rehearsal.check_that_all_is_well()
+            # Once each: none was restarted for want of a trainer.
+            rollout, _ = await crew.status()
+            assert [engine.incarnation for engine in rollout.engines] == [2, 2]
+
+    async def both_are(state: str, rehearsal: RehearsedCrew) -> None:
+        while True:
+            rollout, _ = await rehearsal.crew.status()
+            if all(engine.state == state for engine in rollout.engines):
+                return
+            await asyncio.sleep(0.05)
 
     run(scenario())
 
