@@ -134,7 +134,13 @@ class RolloutController:
                 return
             self._worker_keeper.queue = queue
             await self._bookkeeper.read(prompts, seed=self._spec.seed, shuffle=self._spec.shuffle)
-            self._line_to_queue = QueueLine(self._bookkeeper, queue, trainer, self._changed)
+            self._line_to_queue = QueueLine(
+                self._bookkeeper,
+                queue,
+                trainer,
+                self._changed,
+                startup_timeout_s=self._spec.startup_timeout_s,
+            )
             if self._book.is_paused:
                 self._groups.pause()
             # A million prompts stay for good: looking through them again and again for garbage
