@@ -88,9 +88,11 @@ class CheckpointStore:
         self._keep = keep
 
     def begin(self, step: int) -> Path:
-        """An empty directory for the parts. What an earlier attempt left there is removed."""
+        """An empty directory for the parts. One is written at a time: what earlier attempts, at
+        any step, have left is removed."""
         partial = self._partial(step)
-        shutil.rmtree(partial, ignore_errors=True)
+        for left in self._directory.glob(f".{PREFIX}*.partial"):
+            shutil.rmtree(left, ignore_errors=True)
         try:
             partial.mkdir(parents=True)
         except OSError as error:

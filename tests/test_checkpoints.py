@@ -58,6 +58,18 @@ def test_what_was_not_finished_does_not_exist(store: CheckpointStore, tmp_path: 
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
+def test_what_earlier_steps_left_unfinished_is_swept_away(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    write(store, 5)
+    (store.begin(10) / "book.json").write_text("{}")
+    store.begin(15)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
+        ".step-00000015.partial",
+        "step-00000005",
+    ]
+
+
 def test_a_missing_or_short_file_is_named_and_the_one_before_is_taken(
     store: CheckpointStore,
 ) -> None:
