@@ -20,7 +20,15 @@ from areal_ray.actors.calls import ASK_TIMEOUT_S, until_back
 from areal_ray.actors.crew_specs import journal_path
 from areal_ray.actors.trainer_calls import TrainerCalls
 from areal_ray.actors.trajectory_queue import Place
-from areal_ray.checkpoints import BOOK, GROUPS, TRAINER, Checkpoint, CheckpointStore, draws_of
+from areal_ray.checkpoints import (
+    BOOK,
+    CHECKPOINTS,
+    GROUPS,
+    TRAINER,
+    Checkpoint,
+    CheckpointStore,
+    draws_of,
+)
 from areal_ray.config import Config
 from areal_ray.deadlines import within
 from areal_ray.errors import CheckpointError
@@ -58,7 +66,7 @@ class Checkpointing:
         self._trainer = trainer
         self._trainer_calls = trainer_calls
         self._writing: asyncio.Future[None] | None = None
-        self.store = CheckpointStore(run_dir / "checkpoints", keep=config.checkpoint.keep)
+        self.store = CheckpointStore(run_dir / CHECKPOINTS, keep=config.checkpoint.keep)
 
     async def take_snapshot(self, step: int) -> Cut:
         """Returns when training may go on: only the trainer's tensors are copied for it. Refused

@@ -28,6 +28,8 @@ from areal_ray.errors import CheckpointError
 from areal_ray.rollout_book import BookState
 from areal_ray.types import TrajectoryGroup, WeightVersion
 
+CHECKPOINTS = "checkpoints"
+"""In a run's directory."""
 MANIFEST = "manifest.json"
 BOOK = "book.json"
 GROUPS = "groups.msgpack"
@@ -35,7 +37,7 @@ TRAINER = "trainer"
 PREFIX = "step-"
 
 LATEST = "latest"
-"""In the place of a checkpoint's directory: the last whole one of the run."""
+"""In the place of a checkpoint's directory: the last whole one of all runs of a name."""
 
 
 class Draws(msgspec.Struct, frozen=True):

@@ -47,7 +47,7 @@ class Played:
 
 async def test_while_one_is_written_past_its_limit_no_other_is_begun(tmp_path: Path) -> None:
     config = from_mapping(
-        {"name": "a", "model": {"path": "m"}, "checkpoint": {"every": 1, "timeout_s": 0.2}}
+        {"name": "a", "model": {"path": "m"}, "checkpoint": {"every": 1, "timeout_s": 3}}
     )
     played = Played()
     checkpointing = Checkpointing(
