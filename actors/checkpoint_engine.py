@@ -13,10 +13,10 @@ from typing import TypeVar
 import msgspec
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.exceptions import ActorDiedError
 
-from areal_ray.actors.calls import end_process
-from areal_ray.errors import TrainerLost, described
+from areal_ray.actors.calls import ON_ITS_WAY_BACK, end_process
+from areal_ray.errors import TrainerAway, TrainerLost, described
 from areal_ray.observability.loop_health import LoopHealth, LoopReport
 from areal_ray.types import WeightVersion
 from areal_ray.weights.transaction import Limits, LostEngine, Outcome, WeightUpdates
@@ -143,5 +143,7 @@ class _Trainer:
     async def _unless_dead(self, call: Awaitable[T]) -> T:
         try:
             return await call
-        except (ActorDiedError, ActorUnavailableError) as error:
+        except ON_ITS_WAY_BACK as error:
+            raise TrainerAway(f"the trainer is away: {described(error)}") from error
+        except ActorDiedError as error:
             raise TrainerLost(f"the trainer is lost: {described(error)}") from error

@@ -9,6 +9,7 @@ unknown to the controller's word, and is left out: its prompt is still to be dra
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +20,18 @@ from areal_ray.actors.calls import ASK_TIMEOUT_S, until_back
 from areal_ray.actors.crew_specs import journal_path
 from areal_ray.actors.trainer_calls import TrainerCalls
 from areal_ray.actors.trajectory_queue import Place
-from areal_ray.checkpoints import BOOK, GROUPS, TRAINER, Checkpoint, CheckpointStore, draws_of
+from areal_ray.checkpoints import (
+    BOOK,
+    CHECKPOINTS,
+    GROUPS,
+    TRAINER,
+    Checkpoint,
+    CheckpointStore,
+    draws_of,
+)
 from areal_ray.config import Config
 from areal_ray.deadlines import within
+from areal_ray.errors import CheckpointError
 from areal_ray.journal import Journal
 from areal_ray.restoring import uncancelled
 from areal_ray.rollout_book import BookState
@@ -55,10 +65,14 @@ class Checkpointing:
         self._queue = queue
         self._trainer = trainer
         self._trainer_calls = trainer_calls
-        self.store = CheckpointStore(run_dir / "checkpoints", keep=config.checkpoint.keep)
+        self._writing: asyncio.Future[None] | None = None
+        self.store = CheckpointStore(run_dir / CHECKPOINTS, keep=config.checkpoint.keep)
 
     async def take_snapshot(self, step: int) -> Cut:
-        """Returns when training may go on: only the trainer's tensors are copied for it."""
+        """Returns when training may go on: only the trainer's tensors are copied for it. Refused
+        while the last one is being written, if only by somebody whom nobody waits for any more."""
+        if self._writing is not None and not self._writing.done():
+            raise CheckpointError("the one before is still being written, past its time limit")
         book: BookState = await until_back(
             ASK_TIMEOUT_S,
             self._controller.book_state.remote,
@@ -79,14 +93,18 @@ class Checkpointing:
     async def write(self, cut: Cut) -> None:
         """While everything goes on. What is not whole in the end is not there."""
         partial = await asyncio.to_thread(self.store.begin, cut.step)
+        # It goes on past its time limit: what writes is a thread, which nobody can end.
+        self._writing = asyncio.ensure_future(
+            _all_done(
+                self._trainer.write_snapshot.remote(str(partial / TRAINER)),
+                self._trainer.write_groups.remote(cut.places, str(partial / GROUPS)),
+                asyncio.to_thread((partial / BOOK).write_bytes, msgspec.json.encode(cut.book)),
+            )
+        )
         try:
             await within(
                 self._config.timeout_s,
-                asyncio.gather(
-                    self._trainer.write_snapshot.remote(str(partial / TRAINER)),
-                    self._trainer.write_groups.remote(cut.places, str(partial / GROUPS)),
-                    asyncio.to_thread((partial / BOOK).write_bytes, msgspec.json.encode(cut.book)),
-                ),
+                asyncio.shield(self._writing),
                 who="the trainer",
                 doing="writing a checkpoint (checkpoint.timeout_s)",
             )
@@ -109,3 +127,10 @@ class Checkpointing:
             who="the trajectory queue",
             doing="taking groups up again",
         )
+
+
+async def _all_done(*parts: Awaitable[object]) -> None:
+    """Returns, or raises, when the last one is: not when the first has failed."""
+    for outcome in await asyncio.gather(*parts, return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            raise outcome

@@ -171,8 +171,11 @@ class Crew:
             starting.cancel()
             await asyncio.gather(watching, starting, return_exceptions=True)
 
-    async def update_weights(self, version: WeightVersion) -> UpdateReport:
-        """Carry the trainer's weights to every engine, then let the controller know."""
+    async def update_weights(
+        self, version: WeightVersion, *, recovered: bool = False
+    ) -> UpdateReport:
+        """Carry the trainer's weights to every engine, then let the controller know: also whether
+        they are of a trainer that went on from a checkpoint."""
         report = await within(
             update_timeout_s(self._config),
             self.manager.update_weights.remote(version),
@@ -180,7 +183,7 @@ class Crew:
             doing=f"weight update {version}",
         )
         await self._ask_controller(
-            lambda: self.controller.commit_version.remote(version, report.outcome.lost)
+            lambda: self.controller.commit_version.remote(version, report.outcome.lost, recovered)
         )
         return report
 
@@ -196,7 +199,7 @@ class Crew:
         checkpoint = await asyncio.to_thread(self.checkpointing.store.latest)
         async with self._trainer_calls.turn():
             await self._trainer_calls.start(checkpoint.directory, version)
-        await self.update_weights(version)
+        await self.update_weights(version, recovered=True)
         return checkpoint
 
     async def resize(self, engines: int) -> None:

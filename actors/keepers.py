@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from ray.actor import ActorHandle
 
@@ -11,6 +12,7 @@ from areal_ray.actors.checkpoint_engine import EngineMember
 from areal_ray.actors.generation import Started
 from areal_ray.actors.rollout_worker import WorkerSpec
 from areal_ray.deadlines import within
+from areal_ray.errors import NotReady, TrainerAway
 from areal_ray.observability.loop_health import LoopReport
 
 WORKER_START_TIMEOUT_S = 300.0
@@ -38,6 +40,7 @@ class EngineKeeper:
         self._sync_timeout_s = sync_timeout_s
         self._is_colocated = is_colocated
         self._started: dict[str, Started] = {}
+        self._has_synced = False
         self.weights_are_there = asyncio.Event()
         """The trainer has weights to give. Until then engines wait before they are synced."""
 
@@ -71,12 +74,23 @@ class EngineKeeper:
             process=started.process,
             workers=self._tensor_parallel,
         )
-        await within(
+        await until_back(
             self._sync_timeout_s,
-            self.manager.sync.remote(member),
+            partial(self._sync, member),
             who=name,
             doing="getting the current weights (weights.timeout_s)",
         )
+        self._has_synced = True
+
+    async def _sync(self, member: EngineMember) -> None:
+        try:
+            await self.manager.sync.remote(member)
+        except TrainerAway as away:
+            # Before the first one has weights, nobody brings a trainer back; and one that shares
+            # devices with it must not hold them while it comes.
+            if self._is_colocated or not self._has_synced:
+                raise
+            raise NotReady(f"{member.name} waits for the trainer") from away
 
     async def prove(self, name: str, handle: ActorHandle) -> LoopReport:
         return await handle.probe.remote()

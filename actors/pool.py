@@ -170,7 +170,9 @@ class ActorPool:
         if doubt is None:
             return
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(doubt.wait(), self._care.prove_every_s)
+            # Not `wait_for`: in Python 3.11 it swallows a cancellation that comes with the doubt.
+            async with asyncio.timeout(self._care.prove_every_s):
+                await doubt.wait()
         doubt.clear()
 
     async def _prove(self, name: str, handle: ActorHandle) -> None:

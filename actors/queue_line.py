@@ -27,14 +27,22 @@ T = TypeVar("T")
 
 class QueueLine:
     def __init__(
-        self, bookkeeper: Bookkeeper, queue: ActorHandle, trainer: ActorHandle, changed: Changes
+        self,
+        bookkeeper: Bookkeeper,
+        queue: ActorHandle,
+        trainer: ActorHandle,
+        changed: Changes,
+        *,
+        startup_timeout_s: float,
     ) -> None:
-        """`changed` is told whenever the book or the line is another."""
+        """`changed` is told whenever the book or the line is another. `startup_timeout_s`: for a
+        trainer that may be coming back from its death."""
         self._bookkeeper = bookkeeper
         self._book = bookkeeper.book
         self._queue = queue
         self._trainer = trainer
         self._changed = changed
+        self._startup_timeout_s = startup_timeout_s
         self._to_drop: list[int] = []
         self.incarnation = ""
         """Of the queue that is there now; empty until it is known."""
@@ -58,6 +66,12 @@ class QueueLine:
         """The incarnation of the queue that has taken it, or nothing: then `withdraw` has the
         queue refuse it from now on."""
         return await self._ask(partial(self._queue.has_taken.remote, group_id, withdraw=withdraw))
+
+    async def trained_unheard(self) -> list[int]:
+        """Groups that a trainer has acknowledged, and died before it could tell of it."""
+        accepted = self._book.accepted  # by now: what comes meanwhile may be here or there
+        untrained = set(await self._ask(self._queue.untrained.remote))
+        return [group_id for group_id in accepted if group_id not in untrained]
 
     async def follow(self) -> None:
         """Learn what expired in the queue, and mend what a restart has torn. Never returns."""
@@ -93,10 +107,10 @@ class QueueLine:
         """The queue is new. What one before it held is lost but for what the trainer has, and what
         this one begins with."""
         in_hand = await until_back(
-            ASK_TIMEOUT_S,
+            self._startup_timeout_s,
             partial(self._trainer.queue_restarted.remote, news.incarnation),
             who="the trainer",
-            doing="telling which groups it holds",
+            doing="telling which groups it holds (generation.startup_timeout_s)",
         )
         for group_id in (*in_hand, *news.held):
             self._take_as_accepted(group_id)

@@ -18,6 +18,7 @@ from ray.actor import ActorHandle
 from areal_ray.actors.batches import Batches
 from areal_ray.actors.trajectory_queue import Place, read_places
 from areal_ray.checkpoints import write_groups
+from areal_ray.errors import NotReady
 from areal_ray.generation.simulated import SimulatedSpec
 from areal_ray.observability.loop_health import LoopHealth
 from areal_ray.training.spec import TrainerStart
@@ -80,13 +81,13 @@ class PacedTrainer:
         pass
 
     async def take_batch(self, version: WeightVersion) -> None:
-        await self._batches.take(version)
+        await self._queued.take(version)
 
     async def train_step(self, step: int) -> PacedReport:
-        batch = self._batches.taken
+        batch = self._queued.taken
         await asyncio.sleep(self._step_s)
         self._version += 1
-        await self._batches.done(batch)
+        await self._queued.done(batch)
         oldest = min(group.summary().oldest_version for group in batch.groups)
         return PacedReport(step=step, group_ids=batch.group_ids, oldest_version=oldest)
 
@@ -94,6 +95,8 @@ class PacedTrainer:
         return [] if self._batches is None else self._batches.queue_restarted(incarnation)
 
     async def sending_plan(self, bucket_bytes: int, timeout_s: float, verify: bool) -> SendingPlan:
+        if self._batches is None:
+            raise NotReady("the trainer is not started")
         nothing = WeightManifest(tensors=(), bucket_bytes=bucket_bytes)
         return SendingPlan(host="", port=0, manifest=nothing)
 
@@ -105,3 +108,9 @@ class PacedTrainer:
 
     async def close(self) -> None:
         self._loop_health.close()
+
+    @property
+    def _queued(self) -> Batches:
+        if self._batches is None:
+            raise NotReady("the trainer is not started")
+        return self._batches

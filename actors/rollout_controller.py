@@ -134,7 +134,13 @@ class RolloutController:
                 return
             self._worker_keeper.queue = queue
             await self._bookkeeper.read(prompts, seed=self._spec.seed, shuffle=self._spec.shuffle)
-            self._line_to_queue = QueueLine(self._bookkeeper, queue, trainer, self._changed)
+            self._line_to_queue = QueueLine(
+                self._bookkeeper,
+                queue,
+                trainer,
+                self._changed,
+                startup_timeout_s=self._spec.startup_timeout_s,
+            )
             if self._book.is_paused:
                 self._groups.pause()
             # A million prompts stay for good: looking through them again and again for garbage
@@ -193,10 +199,17 @@ class RolloutController:
         self._groups.resume()
         await self._bookkeeper.write()
 
-    async def commit_version(self, version: WeightVersion, lost: Sequence[LostEngine]) -> None:
-        """All engines but the `lost` ones serve `version` from now on."""
+    async def commit_version(
+        self, version: WeightVersion, lost: Sequence[LostEngine], recovered: bool = False
+    ) -> None:
+        """All engines but the `lost` ones serve `version` from now on. `recovered`: it is that of
+        a trainer which went on from a checkpoint, and has had no batch since."""
         if version > self._book.counts.version:
-            self._book.commit(version)
+            if recovered:
+                self._book.trained(await self._line.trained_unheard())
+                self._book.commit_recovered(version)
+            else:
+                self._book.commit(version)
         await self.engines_lost(lost)
         await self._bookkeeper.write()
         self._changed.notify()

@@ -15,7 +15,7 @@ from typing import TypeVar
 from ray.actor import ActorHandle, ActorMethod
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from areal_ray.actors.calls import end_process, until_back
+from areal_ray.actors.calls import ON_ITS_WAY_BACK, end_process, until_back
 from areal_ray.actors.crew_specs import update_timeout_s
 from areal_ray.actors.trainer import TrainReport
 from areal_ray.config import Config, WarmupConfig
@@ -131,5 +131,5 @@ class TrainerCalls:
                 who="the trainer",
                 doing=f"{doing} (trainer.step_timeout_s)",
             )
-        except (ActorUnavailableError, ActorDiedError) as error:
+        except (*ON_ITS_WAY_BACK, ActorDiedError) as error:
             raise TrainerLost(f"the trainer was lost during {doing}: {described(error)}") from error

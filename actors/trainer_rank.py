@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.exceptions import ActorDiedError
 
+from areal_ray.actors.calls import ON_ITS_WAY_BACK
 from areal_ray.actors.trajectory_queue import Place, read_places
 from areal_ray.checkpoints import open_checkpoint
 from areal_ray.config import WarmupConfig
@@ -195,7 +196,7 @@ def _raise_if_lost(calls: Sequence[asyncio.Future[object]]) -> None:
         if call.done() and call.exception() is not None
     }
     for rank, error in failures.items():
-        if isinstance(error, (ActorDiedError, ActorUnavailableError)):
+        if isinstance(error, (*ON_ITS_WAY_BACK, ActorDiedError)):
             raise TrainerLost(f"rank {rank} of the trainer is lost: {described(error)}") from error
     for rank, error in failures.items():
         if not all(call.done() for call in calls):

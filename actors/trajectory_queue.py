@@ -141,6 +141,11 @@ class TrajectoryQueue:
         """The groups that wait to be trained on."""
         return self._buffer.waiting_payloads
 
+    async def untrained(self) -> list[int]:
+        """What has come and was not acknowledged, as far as the controller may not know of it."""
+        await self._changed.until(lambda: self._is_open or self._closed)
+        return self._buffer.untrained
+
     async def put(self, worker: ActorHandle, summaries: Sequence[GroupSummary]) -> Receipt:
         """Take over the groups that `worker` has finished, as far as there is room."""
         await self._until(lambda: self._is_open)

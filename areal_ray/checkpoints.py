@@ -28,6 +28,8 @@ from areal_ray.errors import CheckpointError
 from areal_ray.rollout_book import BookState
 from areal_ray.types import TrajectoryGroup, WeightVersion
 
+CHECKPOINTS = "checkpoints"
+"""In a run's directory."""
 MANIFEST = "manifest.json"
 BOOK = "book.json"
 GROUPS = "groups.msgpack"
@@ -35,7 +37,7 @@ TRAINER = "trainer"
 PREFIX = "step-"
 
 LATEST = "latest"
-"""In the place of a checkpoint's directory: the last whole one of the run."""
+"""In the place of a checkpoint's directory: the last whole one of all runs of a name."""
 
 
 class Draws(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -91,9 +93,11 @@ class CheckpointStore:
         self._keep = keep
 
     def begin(self, step: int) -> Path:
-        """An empty directory for the parts. What an earlier attempt left there is removed."""
+        """An empty directory for the parts. One is written at a time: what earlier attempts, at
+        any step, have left is removed."""
         partial = self._partial(step)
-        shutil.rmtree(partial, ignore_errors=True)
+        for left in self._directory.glob(f".{PREFIX}*.partial"):
+            shutil.rmtree(left, ignore_errors=True)
         try:
             partial.mkdir(parents=True)
         except OSError as error:

@@ -70,6 +70,10 @@ class TrainerLost(WeightUpdateError):
     """There is no trainer any more that could send weights."""
 
 
+class TrainerAway(TrainerLost):
+    """The trainer died and may yet come back: until then it can be asked for nothing."""
+
+
 class WrongVersion(WeightUpdateError):
     """The trainer's weights are not of the version that was asked for."""
 

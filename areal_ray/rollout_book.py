@@ -51,6 +51,7 @@ class Trained(_Event, tag="trained"):
 
 class Committed(_Event, tag="committed"):
     version: WeightVersion
+    skipped: int = 0
 
 
 class Paused(_Event, tag="paused"):
@@ -90,6 +91,7 @@ class RolloutBook:
         state: BookState | None = None,
     ) -> None:
         self._source = source
+        self._batch = batch
         self._events: list[Event] = []
         self._next_group = 0
         self._running: dict[int, int] = {}
@@ -188,9 +190,18 @@ class RolloutBook:
             del self._accepted[group_id]
         self._events.append(Trained(known))
 
-    def commit(self, version: WeightVersion) -> None:
-        self._ledger.commit(version)
-        self._events.append(Committed(version))
+    def commit(self, version: WeightVersion, *, skipped: int = 0) -> None:
+        """`skipped`: versions that consumed nothing."""
+        self._ledger.commit(version, skipped=skipped)
+        self._events.append(Committed(version, skipped))
+
+    def commit_recovered(self, version: WeightVersion) -> None:
+        """The version of a trainer that went on from a checkpoint, once all that was trained on is
+        told. It has consumed what was: the batch that the trainer died with, or nothing."""
+        counts = self._ledger.counts
+        trained = counts.accepted - len(self._accepted)
+        skipped = version - trained // self._batch - counts.skipped
+        self.commit(version, skipped=max(0, skipped))
 
     def pause(self, is_paused: bool) -> None:
         """Whether groups may start is not the book's business: it only remembers."""
@@ -222,7 +233,7 @@ class RolloutBook:
                 self.expire(group_id)
             case Trained(group_ids):
                 self.trained(group_ids)
-            case Committed(version):
-                self.commit(version)
+            case Committed(version, skipped):
+                self.commit(version, skipped=skipped)
             case Paused(is_paused):
                 self.pause(is_paused)

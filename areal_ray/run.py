@@ -24,7 +24,6 @@ from areal_ray.algorithms import Algorithm
 from areal_ray.checkpoints import (
     LATEST,
     Checkpoint,
-    CheckpointStore,
     Draws,
     draws_of,
     open_checkpoint,
@@ -34,7 +33,7 @@ from areal_ray.config_file import from_mapping
 from areal_ray.data import load_prompts
 from areal_ray.data.source import as_prompts, refuse_without_answers
 from areal_ray.errors import ConfigError, ModelError, PluginError, described, root_cause
-from areal_ray.observability.run_files import RunFiles
+from areal_ray.observability.run_files import RunFiles, latest_checkpoint
 from areal_ray.observability.terminal import View, open_view
 from areal_ray.placement import Cluster, connect, plan, reserve
 from areal_ray.plugins import load_function, pack
@@ -104,7 +103,7 @@ class Run:
         workflow: Workflow | None = None,
         resume: str | None = None,
     ) -> None:
-        """`resume`: a checkpoint's directory, or `latest` for the last whole one of the run with
+        """`resume`: a checkpoint's directory, or `latest` for the last whole one of all runs with
         this config's name."""
         # Once more by the strict way: a config made in Python has not gone through it.
         config = from_mapping(msgspec.to_builtins(config))
@@ -282,7 +281,7 @@ def _checkpoint(config: Config, resume: str | None) -> Checkpoint | None:
     if resume is None:
         return None
     if resume == LATEST:
-        checkpoint = CheckpointStore(config.run_dir.resolve() / "checkpoints", keep=1).latest()
+        checkpoint = latest_checkpoint(config)
     else:
         checkpoint = open_checkpoint(Path(resume).resolve())
     if checkpoint.manifest.draws != draws_of(config):

@@ -18,7 +18,7 @@ from areal_ray import logs
 from areal_ray.checkpoints import Checkpoint
 from areal_ray.config import Config
 from areal_ray.deadlines import within
-from areal_ray.errors import QueueClosed, TrainerLost, described
+from areal_ray.errors import CheckpointError, QueueClosed, TrainerLost, described
 from areal_ray.observability.records import EvaluationRecord, StepRecord
 from areal_ray.observability.run_files import RunFiles
 from areal_ray.observability.terminal import View
@@ -199,7 +199,11 @@ class Session:
         if self._saved_step == self.steps:
             return
         await self._until_saved()
-        cut = await self._crew.checkpointing.take_snapshot(self.steps)
+        try:
+            cut = await self._crew.checkpointing.take_snapshot(self.steps)
+        except CheckpointError as error:
+            self._tell_unsaved(self.steps, error)
+            return
         self._saved_step = self.steps
         self._saving = asyncio.create_task(self._write(cut))
 
@@ -212,10 +216,13 @@ class Session:
         try:
             await self._crew.checkpointing.write(cut)
         except Exception as error:  # noqa: BLE001 - told; the run goes on, and has the one before
-            told = f"the checkpoint of step {cut.step} was not written: {described(error)}"
-            logs.warning("{}", told)
-            self._view.phase(told)
+            self._tell_unsaved(cut.step, error)
             self._saved_step = None
+
+    def _tell_unsaved(self, step: int, error: Exception) -> None:
+        told = f"the checkpoint of step {step} was not written: {described(error)}"
+        logs.warning("{}", told)
+        self._view.phase(told)
 
     def _begin_evaluation(self) -> None:
         """Evaluate the version that the engines serve, unless that is done or under way."""

@@ -6,15 +6,18 @@ when it grew too old in the queue before it was trained on. At every moment
     submitted = running + accepted + filtered + failed + expired
 
 Admission keeps off-policyness bounded. With `version` weight updates committed, the trainer has
-consumed `version` batches; whatever is accepted or running beyond that waits for a later step:
+consumed a batch for each, but for those that were `skipped`: a trainer that goes on from a
+checkpoint has other weights than those that serve, and they take a version of their own. Whatever
+is accepted or running beyond that waits for a later step:
 
+    consumed = version - skipped
     capacity = min(max_concurrent - running,
-                   (max_staleness + version + 1) * batch - (accepted + running))
+                   (max_staleness + consumed + 1) * batch - (accepted + running))
 
 Example: batch 4, max_staleness 1, version 0. Eight groups may be on their way (4 for this step,
 4 for the next, which will then be one version old). When version 1 is committed, four more may
-start. With max_staleness 0 only the current step's batch is ever on its way: that is
-synchronous training, by the same code.
+start, or none if it is skipped. With max_staleness 0 only the current step's batch is ever on its
+way: that is synchronous training, by the same code.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ class LedgerCounts(msgspec.Struct, frozen=True):
     filtered: int = 0
     failed: int = 0
     expired: int = 0
+    skipped: int = 0
+    """Versions that consumed no batch."""
 
 
 class StalenessLedger:
@@ -55,10 +60,12 @@ class StalenessLedger:
         self._filtered = counts.filtered
         self._failed = counts.failed
         self._expired = counts.expired
+        self._skipped = counts.skipped
 
     @property
     def capacity(self) -> int:
-        by_staleness = (self._max_staleness + self._version + 1) * self._batch - (
+        consumed = self._version - self._skipped
+        by_staleness = (self._max_staleness + consumed + 1) * self._batch - (
             self._accepted + self._running
         )
         return max(0, min(self._max_concurrent - self._running, by_staleness))
@@ -73,6 +80,7 @@ class StalenessLedger:
             filtered=self._filtered,
             failed=self._failed,
             expired=self._expired,
+            skipped=self._skipped,
         )
 
     def submit(self) -> None:
@@ -100,10 +108,17 @@ class StalenessLedger:
         self._accepted -= 1
         self._expired += 1
 
-    def commit(self, version: WeightVersion) -> None:
+    def commit(self, version: WeightVersion, *, skipped: int = 0) -> None:
+        """`skipped`: so many versions, of those that have come since the last commit or long
+        before, are now known to have consumed nothing."""
         if version < self._version:
             raise ValueError(f"version {version} committed after version {self._version}")
+        if not 0 <= skipped <= version - self._skipped:
+            raise ValueError(
+                f"{skipped} of {version} versions are skipped, and {self._skipped} already were"
+            )
         self._version = version
+        self._skipped += skipped
 
     def _end_running(self) -> None:
         if self._running < 1:

@@ -80,6 +80,12 @@ class TrajectoryBuffer(Generic[Payload]):
         return {group_id: entry.payload for group_id, entry in self._waiting.items()}
 
     @property
+    def untrained(self) -> list[int]:
+        """Groups that have come, and that nobody has acknowledged: waiting, leased or expired."""
+        leased = (entry for lease in self._leased.values() for entry in lease.entries)
+        return [*self._waiting, *(entry.summary.group_id for entry in leased), *self._expired]
+
+    @property
     def groups(self) -> int:
         """Groups that have a place: reserved, waiting or leased."""
         leased = sum(len(lease.entries) for lease in self._leased.values())

@@ -99,6 +99,8 @@ class RehearsedCrew:
         )
         self._resumed = resumed
         self.version = 0 if resumed is None else resumed.manifest.version
+        self.skipped = 0
+        """Versions that were a recovery's."""
         self.trained: list[int] = []
 
     async def __aenter__(self) -> RehearsedCrew:
@@ -174,15 +176,20 @@ class RehearsedCrew:
         )
         rollout, queue = await self.crew.status()
         counts = rollout.ledger
-        assert len(self.trained) == len(set(self.trained)) == self.version * batch
+        assert len(self.trained) == len(set(self.trained)) == self._consumed * batch
         # All that was accepted is trained on or waits: nothing else holds a place in the ledger.
         assert counts.accepted == len(self.trained) + queue.waiting_groups
         ended = counts.accepted + counts.filtered + counts.failed + counts.expired
         assert counts.submitted == ended
         # Full capacity: no place is held by something that is gone.
-        assert counts.accepted == (max_staleness + self.version + 1) * batch
+        assert counts.accepted == (max_staleness + self._consumed + 1) * batch
         assert not any(rollout.engine_loads.values())
         assert may_fail or counts.failed == 0
+
+    @property
+    def _consumed(self) -> int:
+        """Batches."""
+        return self.version - self.skipped
 
     async def _everybody_serves(self) -> None:
         while True:
@@ -194,7 +201,7 @@ class RehearsedCrew:
 
     async def until_full(self) -> int:
         """Until all that may start has ended; returns how many groups that are."""
-        held = (self.config.rollout.max_staleness + self.version + 1) * (
+        held = (self.config.rollout.max_staleness + self._consumed + 1) * (
             self.config.trainer.groups_per_step
         )
         await self.until(lambda c: (c.accepted, c.running) == (held, 0), f"{held} groups")

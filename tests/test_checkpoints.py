@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,11 @@ from areal_ray.checkpoints import (
     read_groups,
     write_groups,
 )
+from areal_ray.config import Config
+from areal_ray.config_file import from_mapping
 from areal_ray.errors import CheckpointError
 from areal_ray.observability.jsonl import JsonlWriter, keep_until
+from areal_ray.observability.run_files import RunFiles, latest_checkpoint
 from areal_ray.types import Prompt, Trajectory, TrajectoryGroup
 
 DRAWS = Draws(groups_per_step=4, seed=0, shuffle=True)
@@ -58,6 +62,18 @@ def test_what_was_not_finished_does_not_exist(store: CheckpointStore, tmp_path: 
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
+def test_what_earlier_steps_left_unfinished_is_swept_away(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    write(store, 5)
+    (store.begin(10) / "book.json").write_text("{}")
+    store.begin(15)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
+        ".step-00000015.partial",
+        "step-00000005",
+    ]
+
+
 def test_a_missing_or_short_file_is_named_and_the_one_before_is_taken(
     store: CheckpointStore,
 ) -> None:
@@ -89,6 +105,61 @@ def test_a_place_that_can_not_be_written_to_is_told(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file")
     with pytest.raises(CheckpointError, match="can't be made: Not a directory"):
         CheckpointStore(tmp_path / "checkpoints", keep=1).begin(5)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Callable[..., Config]:
+    def config(name: str = "demo") -> Config:
+        return from_mapping({"name": name, "runs_dir": str(tmp_path), "model": {"path": "m"}})
+
+    return config
+
+
+def run_of(config: Config, *steps: int) -> RunFiles:
+    """A run that has written checkpoints at these steps."""
+    files = RunFiles(config)
+    files.save_config(config)
+    for step in steps:
+        write(CheckpointStore(files.directory / "checkpoints", keep=9), step)
+    return files
+
+
+def test_the_last_one_of_all_runs_of_a_name_is_taken_and_that_run_goes_on(runs) -> None:
+    run_of(runs(), 5, 10)
+    second = run_of(runs(), 2)
+    run_of(runs())
+    assert [p.name for p in sorted(second.directory.parent.iterdir())] == [
+        "demo",
+        "demo-2",
+        "demo-3",
+    ]
+    # The first was further, the third has none yet.
+    latest = latest_checkpoint(runs())
+    assert latest.directory == second.directory / "checkpoints" / "step-00000002"
+    assert RunFiles(runs(), latest).directory == second.directory
+    # Until the first one goes on, and writes another.
+    first_one = open_checkpoint(second.directory.with_name("demo") / "checkpoints/step-00000010")
+    first = RunFiles(runs(), first_one)
+    assert first.directory.name == "demo"
+    write(CheckpointStore(first.directory / "checkpoints", keep=9), 15)
+    assert latest_checkpoint(runs()).step == 15
+
+
+def test_a_run_that_has_the_name_of_anothers_second_directory_is_not_taken_for_it(runs) -> None:
+    run_of(runs(), 5)
+    other = run_of(runs("demo-2"), 7)
+    assert other.directory.name == "demo-2"
+    assert latest_checkpoint(runs()).step == 5
+    assert latest_checkpoint(runs("demo-2")).step == 7
+    # Resumed under another name, a checkpoint begins a run of its own.
+    assert RunFiles(runs(), latest_checkpoint(runs("demo-2"))).directory.name == "demo-3"
+
+
+def test_without_a_whole_one_in_any_run_of_the_name_there_is_nothing_to_resume(runs) -> None:
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="no run in .*/demo, or in .* a whole checkpoint"):
+            latest_checkpoint(runs())
+        run_of(runs())
 
 
 def test_groups_come_back_as_they_were(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_there_must_be_something_to_resume(
 ) -> None:
     arguments = ["train", config(tmp_path), "--resume", f"runs_dir={tmp_path / 'runs'}"]
     assert main(arguments) == 2
-    assert "/checkpoints holds no whole checkpoint" in capsys.readouterr().err
+    assert "beside it, holds a whole checkpoint" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     arguments = ["train", config(tmp_path), "--resume-from", str(tmp_path / "empty")]
     assert main(arguments) == 2

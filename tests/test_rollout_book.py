@@ -218,6 +218,37 @@ def test_tokens_and_a_pause_are_remembered() -> None:
     assert not book(state=again.state).is_paused
 
 
+@pytest.mark.parametrize("max_staleness", [0, 2])
+@pytest.mark.parametrize("dies_with_its_batch_trained_on", [False, True])
+def test_a_recovered_trainers_version_counts_as_a_batch_if_there_was_one(
+    dies_with_its_batch_trained_on: bool, max_staleness: int
+) -> None:
+    kept = book(max_staleness=max_staleness)
+    for version in range(2):
+        for group_id, _ in draw(kept, kept.capacity):
+            kept.end(group_id, "accepted")
+        kept.trained(range(4 * version, 4 * (version + 1)))
+        kept.commit(version + 1)
+    for group_id, _ in draw(kept, kept.capacity):
+        kept.end(group_id, "accepted")
+    if dies_with_its_batch_trained_on:
+        kept.trained([8, 9, 10, 11])
+    kept.commit_recovered(3)
+    # Two batches were trained on for versions 1 and 2; the third, if it was, is version 3's.
+    assert kept.counts.skipped == (0 if dies_with_its_batch_trained_on else 1)
+    assert kept.capacity == (4 if dies_with_its_batch_trained_on else 0)
+    again = book(max_staleness=max_staleness)
+    again.replay(as_written(kept.take_events()))
+    assert again.state == kept.state
+    assert book(state=again.state, max_staleness=max_staleness).capacity == kept.capacity
+
+
+def test_a_journal_written_before_versions_could_be_skipped_is_read() -> None:
+    kept = book()
+    kept.replay(msgspec.json.decode(b'[["committed",3]]', type=list[Event]))
+    assert kept.counts == LedgerCounts(version=3)
+
+
 ENDINGS: list[Ending] = ["accepted", "filtered", "failed", "timed out"]
 PICK = st.integers(0, 1000)
 
@@ -300,6 +331,14 @@ class AnyBook(RuleBasedStateMachine):
     @rule(ahead=st.integers(0, 2))
     def commit(self, ahead: int) -> None:
         self.book.commit(self.book.counts.version + ahead)
+
+    @rule()
+    def recover(self) -> None:
+        before, trained = self.book.counts, len(self.those("trained"))
+        self.book.commit_recovered(before.version + 1)
+        consumed = self.book.counts.version - self.book.counts.skipped
+        # More than the batches that were trained on only if it was said before that they were.
+        assert consumed == min(before.version + 1 - before.skipped, trained // self.limits["batch"])
 
     @rule()
     def write_snapshot(self) -> None:

@@ -159,6 +159,28 @@ async def test_one_that_can_not_be_written_is_told_and_the_run_goes_on() -> None
     assert crew.asked[-1] == "written 6"
 
 
+async def test_one_that_is_refused_is_told_and_the_run_goes_on() -> None:
+    crew = PlayedCrew()
+    made, view = session(crew)
+    take = crew.checkpointing.take_snapshot
+
+    async def refusing(step: int) -> SimpleNamespace:
+        if step == 2:
+            raise CheckpointError("the one before is still being written")
+        return await take(step)
+
+    crew.checkpointing.take_snapshot = refusing
+    assert await made._learn() == "all steps done"
+    await made._until_saved()
+    assert [one for one in crew.asked if "written" in one] == [
+        "written 0",
+        "written 4",
+        "written 6",
+    ]
+    (told,) = view.said
+    assert told.startswith("the checkpoint of step 2 was not written: CheckpointError: the one")
+
+
 EVALUATED = {"held_out": [Prompt(text="1+1=")], "checkpoint": {"every": 0}, "steps": 20}
 
 

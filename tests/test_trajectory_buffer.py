@@ -120,6 +120,20 @@ def test_a_group_ahead_of_the_window_waits_only_for_the_one_that_is_a_window_beh
     assert held.expected == [8]
 
 
+def test_what_was_not_acknowledged_is_untrained_wherever_it_is() -> None:
+    held = buffer(batch=1, expect=range(5), max_staleness=0)
+    fill(held, summary(0), summary(1), summary(2, version=1))
+    lease_id, _ = held.lease(0, "a")
+    held.reserve(summary(3))
+    assert sorted(held.untrained) == [0, 1, 2]  # 0 is leased; 3 has not come, nor has 4
+    held.acknowledge(lease_id)
+    held.lease(1, "a")
+    # 1 has expired, and 2 is leased.
+    assert sorted(held.untrained) == [1, 2]
+    held.forget_expired([1])
+    assert held.untrained == [2]
+
+
 def test_a_group_that_is_dropped_is_not_waited_for() -> None:
     held = buffer(window=0, expect=range(3))
     fill(held, summary(1))

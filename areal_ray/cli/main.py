@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         "--resume",
         action="store_const",
         const=LATEST,
-        help="go on from the last whole checkpoint of the run of this name",
+        help="go on from the last whole checkpoint of the runs of this name",
     )
     resuming.add_argument(
         "--resume-from", metavar="DIR", dest="resume", help="go on from this checkpoint"

@@ -1,4 +1,4 @@
-"""The files of one run, in `<runs_dir>/<name>/`:
+"""The files of one run, in `<runs_dir>/<name>/`, or `<name>-2/` and so on if that is taken:
 
 config.yaml     the configuration as resolved
 metrics.jsonl   a record for each step and each evaluation
@@ -11,15 +11,21 @@ reward.png      the reward curve
 
 from __future__ import annotations
 
+import contextlib
+import re
 from pathlib import Path
 
-from areal_ray.checkpoints import Checkpoint
+import msgspec
+
+from areal_ray.checkpoints import CHECKPOINTS, MANIFEST, Checkpoint, CheckpointStore
 from areal_ray.config import Config
 from areal_ray.config_file import to_yaml
-from areal_ray.errors import ConfigError
+from areal_ray.errors import CheckpointError, ConfigError
 from areal_ray.observability.curve import draw_curve, read_metrics
 from areal_ray.observability.jsonl import JsonlWriter, keep_until
 from areal_ray.observability.records import Record
+
+CONFIG = "config.yaml"
 
 
 class RunFiles:
@@ -27,12 +33,13 @@ class RunFiles:
         """Make a directory of the run's own: a name that is taken gets a number. A run that is
         resumed from a checkpoint of its own goes on in its directory, where all that came after
         it is taken back."""
-        wanted = config.run_dir.resolve()
-        if resumed is not None and resumed.directory.resolve().is_relative_to(wanted):
-            self.directory = wanted
-            for path in (self.metrics_path, wanted / "rollouts.jsonl"):
+        own = None if resumed is None else _run_of(resumed, config)
+        if own is not None:
+            self.directory = own
+            for path in (self.metrics_path, own / "rollouts.jsonl"):
                 keep_until(path, resumed.step)
         else:
+            wanted = config.run_dir.resolve()
             try:
                 self.directory = _first_free(wanted)
             except OSError as error:
@@ -61,13 +68,58 @@ class RunFiles:
         self._metrics.write(record)
 
     def save_config(self, config: Config) -> None:
-        (self.directory / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+        (self.directory / CONFIG).write_text(to_yaml(config), encoding="utf-8")
 
     def close(self) -> None:
         """Write all that is left, and draw the curve. Blocks: call it off the event loop."""
         self._metrics.close()
         if self.metrics_path.stat().st_size:
             draw_curve(self.metrics_path, self.directory / "reward.png", title=self._title)
+
+
+def latest_checkpoint(config: Config) -> Checkpoint:
+    """The one that was written last, of all runs of this name."""
+    found = []
+    for directory in _runs_of(config):
+        with contextlib.suppress(CheckpointError):
+            found.append(CheckpointStore(directory / CHECKPOINTS, keep=1).latest())
+    if not found:
+        raise CheckpointError(
+            f"no run in {config.run_dir.resolve()}, or in a numbered directory beside it, holds a "
+            "whole checkpoint"
+        )
+    return max(found, key=lambda one: (one.directory / MANIFEST).stat().st_mtime_ns)
+
+
+def _run_of(checkpoint: Checkpoint, config: Config) -> Path | None:
+    """The directory of the run of this name that it is of, if it is of one."""
+    where = checkpoint.directory.resolve()
+    return next((run for run in _runs_of(config) if where.is_relative_to(run)), None)
+
+
+def _runs_of(config: Config) -> list[Path]:
+    """The directories that runs of this name have had. One whose name just ends in a number, as
+    the second of this name does, tells so in its config."""
+    wanted = config.run_dir.resolve()
+    numbered = re.compile(re.escape(wanted.name) + r"-\d+")
+    beside = wanted.parent.iterdir() if wanted.parent.is_dir() else ()
+    return [
+        directory
+        for directory in sorted(beside)
+        if directory == wanted
+        or (numbered.fullmatch(directory.name) and _name_in(directory) == config.name)
+    ]
+
+
+def _name_in(directory: Path) -> str | None:
+    try:
+        return msgspec.yaml.decode((directory / CONFIG).read_bytes(), type=_Named).name
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+class _Named(msgspec.Struct):
+    name: str
 
 
 def _first_free(wanted: Path) -> Path:

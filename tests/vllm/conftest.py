@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 import time
@@ -125,7 +126,7 @@ class Training:
         with log.open("wb") as said:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "areal_ray.cli", "train", *arguments],
-                env=environment,
+                env={**environment, "PYTHONFAULTHANDLER": "1"},
                 stdout=said,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -155,6 +156,9 @@ class Training:
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
+            # Python's fault handler then says where each thread is.
+            self._process.send_signal(signal.SIGABRT)
+            self._process.wait()
             raise AssertionError(f"still running after {timeout_s:g} s:\n{self.output}") from None
 
 
