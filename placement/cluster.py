@@ -7,8 +7,10 @@ shut down again. In a notebook where `ray.init` was called already, that one is 
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,11 +19,13 @@ from typing import Literal
 import ray
 from ray._private import ray_constants
 
+from areal_ray import logs
 from areal_ray.config import Config
 from areal_ray.errors import PlacementError
 from areal_ray.placement.plan import PlacementPlan, plan
 
 LOOPBACK = "127.0.0.1"
+LEAVE_TIMEOUT_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -31,9 +35,20 @@ class Cluster:
     dashboard_url: str
 
     def leave(self) -> None:
-        """Shut down just what was started. Blocks: call it off the event loop."""
-        if self.started_here:
-            ray.shutdown()
+        """Shut down just what was started. Blocks, for a limited time: call it off the event loop.
+
+        Ray joins threads of its own without a limit, and now and then one does not end (Ray's
+        issues 44836 and 45044). The run is over by then: it must not hang for that. What Ray has
+        started ends with this process, if not before.
+        """
+        if not self.started_here:
+            return
+        leaving = threading.Thread(target=ray.shutdown, name="leaving the cluster", daemon=True)
+        leaving.start()
+        leaving.join(LEAVE_TIMEOUT_S)
+        if leaving.is_alive():
+            logs.warning("Ray did not shut down within {:g} s: left to itself", LEAVE_TIMEOUT_S)
+            atexit.unregister(ray.shutdown)  # which would wait for the same
 
 
 def connect(config: Config) -> Cluster:

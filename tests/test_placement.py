@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from areal_ray.config import Config
 from areal_ray.config_file import from_mapping
-from areal_ray.placement import plan
+from areal_ray.placement import Cluster, cluster, plan
 
 
 def config(**generation: object) -> Config:
@@ -38,3 +40,27 @@ def test_what_each_bundle_asks_for(device, generation, resources) -> None:
     ((bundle, trainer),) = made.seats("trainer")
     assert bundle == 0
     assert trainer.gpus == (0 if device == "cpu" or "colocated" in generation else 1)
+
+
+def test_a_ray_that_does_not_shut_down_is_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    may_end, has_begun = threading.Event(), threading.Event()
+
+    def hanging() -> None:
+        has_begun.set()
+        may_end.wait()
+
+    monkeypatch.setattr("ray.shutdown", hanging)
+    monkeypatch.setattr(cluster, "LEAVE_TIMEOUT_S", 0.2)
+    Cluster(started_here=True, device="cpu", dashboard_url="").leave()
+    assert has_begun.is_set()
+    may_end.set()
+
+
+def test_a_cluster_that_was_there_before_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never() -> None:
+        pytest.fail("it was shut down")
+
+    monkeypatch.setattr("ray.shutdown", never)
+    Cluster(started_here=False, device="cpu", dashboard_url="").leave()
