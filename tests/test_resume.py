@@ -76,11 +76,10 @@ def test_what_was_in_flight_waiting_and_to_come_is_trained_on_once(
     resumed(scenario)
 
 
-def never_end_a_step(trainer) -> None:
-    trainer._step_s = 3600.0
-
-
 def test_a_trainer_that_is_killed_goes_on_from_the_last_checkpoint(resumed) -> None:
+    def never_end_a_step(trainer) -> None:
+        trainer._step_s = 3600.0
+
     async def scenario(rehearsal: RehearsedCrew) -> None:
         crew, begin, before = rehearsal.crew, rehearsal.version, len(rehearsal.trained)
         cut = await crew.checkpointing.take_snapshot(begin)
