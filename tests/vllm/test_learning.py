@@ -32,7 +32,13 @@ def learned(struck: StruckRun, tmp_path_factory: pytest.TempPathFactory) -> Path
     directory = tmp_path_factory.mktemp("learned")
     shutil.copytree(struck.directory, directory / "runs" / struck.directory.name)
     training = Training(
-        directory, marked.environment, "--resume", *LEARNING, "goal=0.6", "generation.engines=1"
+        directory,
+        marked.environment,
+        "--resume",
+        *LEARNING,
+        "steps=100000",
+        "goal=0.6",
+        "generation.engines=1",
     )
     try:
         assert training.wait(timeout_s=540.0) == 0, training.output
