@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -125,10 +126,17 @@ class RehearsedCrew:
         await self.crew.close()
         await asyncio.to_thread(self._seats.release)
 
-    async def step(self, *, once_trained: Callable[[], Awaitable[None]] = nothing) -> PacedReport:
-        """Train on a batch, and let the engines serve the next version. `once_trained` is awaited
-        before anybody is told that the batch is trained on."""
-        return await guarded(self._step(once_trained), self.crew.watch())
+    async def step(
+        self,
+        *,
+        fresh_at: int | None = None,
+        once_trained: Callable[[], Awaitable[None]] = nothing,
+    ) -> PacedReport:
+        """Train on a batch, and let the engines serve the next version. The batch is fresh enough
+        at the version `fresh_at`, else at the current one. `once_trained` is awaited before
+        anybody is told that the batch is trained on."""
+        at = self.version if fresh_at is None else fresh_at
+        return await guarded(self._step(at, once_trained), self.crew.watch())
 
     async def steps(self, count: int) -> None:
         for _ in range(count):
@@ -157,8 +165,10 @@ class RehearsedCrew:
             for index in range(self.config.rollout.workers)
         }
 
-    async def _step(self, once_trained: Callable[[], Awaitable[None]]) -> PacedReport:
-        report = await self.crew.train_step(self.version + 1, self.version)
+    async def _step(
+        self, fresh_at: int, once_trained: Callable[[], Awaitable[None]]
+    ) -> PacedReport:
+        report = await self.crew.train_step(self.version + 1, fresh_at)
         self.version += 1
         self.trained += report.group_ids
         await once_trained()
@@ -277,3 +287,10 @@ async def kill(actor: ActorHandle, how: signal.Signals = signal.SIGKILL) -> int:
     pid = await pid_of(actor)
     os.kill(pid, how)
     return pid
+
+
+async def until_gone(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        while True:
+            os.kill(pid, 0)
+            await asyncio.sleep(0.01)

@@ -22,7 +22,8 @@ from rehearsing import (
     pid_of,
 )
 
-from areal_ray.generation.faults import Die, Wedge
+from areal_ray.deadlines import within
+from areal_ray.generation.faults import Die, FailStep, Wedge
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -75,6 +76,17 @@ def test_an_engine_that_answers_nothing_any_more_is_found_and_replaced(crew) -> 
         rollout, _ = await rehearsal.crew.status()
         assert await incarnations(rehearsal) == [first + 1, second]
         assert rollout.engines[0].cause.startswith("no answer for 3.")
+
+    crew(scenario)
+
+
+def test_an_engine_that_can_t_stage_weights_is_replaced(crew) -> None:
+    async def scenario(rehearsal: RehearsedCrew) -> None:
+        first, second = await incarnations(rehearsal)
+        await rehearsal.inject("engine-0", FailStep(step="receive", how="raise", when="before"))
+        await rehearsal.steps(2)
+        await rehearsal.check_that_all_is_well()
+        assert await incarnations(rehearsal) == [first + 1, second]
 
     crew(scenario)
 
@@ -149,5 +161,32 @@ def test_an_evaluation_outlives_the_engine_the_worker_and_the_controller(crew) -
         evaluation = await evaluating
         assert (evaluation.prompts, evaluation.mean_reward) == (40, 0.0)
         watching.cancel()
+
+    crew(scenario)
+
+
+async def all_busy(rehearsal: RehearsedCrew, engines: int) -> None:
+    while True:
+        rollout, _ = await rehearsal.crew.status()
+        if sum(load > 0 for load in rollout.engine_loads.values()) == engines:
+            return
+
+
+def test_the_pool_grows_and_shrinks_while_it_works(crew) -> None:
+    async def scenario(rehearsal: RehearsedCrew) -> None:
+        begin = rehearsal.version
+        working = asyncio.ensure_future(rehearsal.steps(8))
+        await rehearsal.step_reached(begin + 1)
+        await rehearsal.crew.resize(3)
+        rollout, _ = await rehearsal.crew.status()
+        assert [(e.name, e.state) for e in rollout.engines] == [
+            (f"engine-{index}", "serving") for index in range(3)
+        ]
+        await within(30, all_busy(rehearsal, 3), who="the pool", doing="using all engines")
+        await rehearsal.crew.resize(1)
+        rollout, _ = await rehearsal.crew.status()
+        assert [engine.name for engine in rollout.engines] == ["engine-0"]
+        await working
+        await rehearsal.check_that_all_is_well()
 
     crew(scenario)

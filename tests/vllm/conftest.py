@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-import subprocess
-import sys
-import time
+import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from areal_ray.generation.engine import EngineSpec
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from tests.conftest import MarkedProcesses
+from tests.vllm.struck import StruckRun, strike_a_run
+from tests.vllm.training import Training
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -118,69 +117,17 @@ def live(
     crew.close()
 
 
-class Training:
-    """`areal-ray train` in a process of its own, with all it says in a file."""
-
-    def __init__(self, log: Path, environment: dict[str, str], *arguments: str) -> None:
-        self._log = log
-        with log.open("wb") as said:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "areal_ray.cli", "train", *arguments],
-                env={**environment, "PYTHONFAULTHANDLER": "1"},
-                stdout=said,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def is_running(self) -> bool:
-        return self._process.poll() is None
-
-    @property
-    def output(self) -> str:
-        return self._log.read_text()
-
-    def read_until(self, text: str, timeout_s: float = 300.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while text not in self.output:
-            assert self.is_running, f"ended without {text!r}:\n{self.output}"
-            assert time.monotonic() < deadline, f"no {text!r} in time:\n{self.output}"
-            time.sleep(0.05)
-
-    def wait(self, timeout_s: float = 300.0) -> int:
-        """Returns the exit code."""
-        try:
-            return self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            # Python's fault handler then says where each thread is.
-            self._process.send_signal(signal.SIGABRT)
-            self._process.wait()
-            raise AssertionError(f"still running after {timeout_s:g} s:\n{self.output}") from None
-
-
 @pytest.fixture
 def train(marked_processes, tmp_path: Path) -> Callable[..., Training]:
     """Starts the arithmetic example with overrides, in `tmp_path`, findable by its marker."""
-
-    def start(*overrides: str) -> Training:
-        return Training(
-            tmp_path / "said.txt",
-            marked_processes.environment,
-            str(EXAMPLES / "arithmetic.yaml"),
-            f"runs_dir={tmp_path / 'runs'}",
-            *overrides,
-        )
-
-    return start
+    return partial(Training, tmp_path, marked_processes.environment)
 
 
-def wait_until_empty(alive: Callable[[], dict[int, str]], timeout_s: float = 20.0) -> dict:
-    """What is still alive after at most `timeout_s`: nothing, if all is well."""
-    deadline = time.monotonic() + timeout_s
-    while (left := alive()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return left
+@pytest.fixture(scope="session")
+def struck(tmp_path_factory: pytest.TempPathFactory) -> StruckRun:
+    """To be looked at only: it is over."""
+    marked = MarkedProcesses(f"struck-{os.getpid()}")
+    try:
+        return strike_a_run(tmp_path_factory.mktemp("struck"), marked)
+    finally:
+        marked.kill()

@@ -1,4 +1,7 @@
-"""However a run ends: the exit code tells, the last screen says why, no process stays behind."""
+"""However a run ends: the exit code tells, the last screen says why, no process stays behind.
+
+One Ctrl-C is in test_chaos.py, where a run that was hard to kill ends by it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ import signal
 import time
 from pathlib import Path
 
-from tests.vllm.conftest import wait_until_empty
+from tests.vllm.struck import FAST_CARE
+from tests.vllm.training import wait_until_empty
 
 QUICK = (
     "warmup.steps=0",
@@ -17,23 +21,6 @@ QUICK = (
     "generation.engines=1",
     "steps=100000",
 )
-
-
-def test_one_ctrl_c_saves_the_model_and_leaves_nothing_behind(
-    train, marked_processes, tmp_path: Path
-) -> None:
-    training = train(*QUICK)
-    training.read_until("step 3/")
-    assert any("VLLM" in command for command in marked_processes.alive().values())
-    # A local cluster and all that runs in it listen on loopback only: 127.0.0.1, plain or in v6.
-    assert marked_processes.listening() <= {"0100007F", "0000000000000000FFFF00000100007F"}
-    # As a terminal does: to the whole foreground group.
-    os.killpg(training.pid, signal.SIGINT)
-    assert training.wait() == 128 + signal.SIGINT, training.output
-    assert "areal-ray: stopped after" in training.output
-    assert (tmp_path / "runs" / "arithmetic" / "model" / "model.safetensors").is_file()
-    assert (tmp_path / "runs" / "arithmetic" / "reward.png").is_file()
-    assert wait_until_empty(marked_processes.alive) == {}
 
 
 def test_two_ctrl_c_stop_at_once_and_leave_nothing_behind(
@@ -72,4 +59,21 @@ def test_without_checkpoints_a_killed_trainer_ends_the_run_with_its_name(
     assert training.wait(timeout_s=90.0) == 1, training.output
     last = training.output[training.output.rindex("areal-ray: the run failed: ") :]
     assert "trainer" in last
+    assert wait_until_empty(marked_processes.alive) == {}
+
+
+def test_with_no_engine_left_the_run_ends_within_a_minute_and_says_why(
+    train, marked_processes
+) -> None:
+    training = train(*QUICK, "generation.engines=2", "generation.restart_engines=false", *FAST_CARE)
+    training.read_until("step 2/")
+    cores = marked_processes.named("VLLM::EngineCore")
+    assert len(cores) == 2
+    for victim in cores:
+        os.kill(victim, signal.SIGKILL)
+    assert training.wait(timeout_s=60.0) == 1, training.output
+    last_lines = training.output.splitlines()[-4:]
+    assert any("0 engines are left, fewer than the 1" in line for line in last_lines), last_lines
+    assert any("engine-0" in line for line in last_lines)
+    assert any("engine-1" in line for line in last_lines)
     assert wait_until_empty(marked_processes.alive) == {}

@@ -13,7 +13,7 @@ import pytest
 
 from areal_ray.observability.curve import read_metrics
 from areal_ray.observability.records import StepRecord
-from tests.vllm.conftest import EXAMPLES, wait_until_empty
+from tests.vllm.training import EXAMPLES, wait_until_empty
 
 RAY = Path(sys.executable).with_name("ray")
 

@@ -1,10 +1,11 @@
-"""Whole runs, in processes of their own, as a user starts them."""
+"""A run that was struck, stopped and resumed reaches its goal, and what it leaves is right."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import shutil
 from pathlib import Path
 from types import ModuleType
 
@@ -18,63 +19,77 @@ from areal_ray.observability.curve import read_metrics
 from areal_ray.observability.records import EvaluationRecord, StepRecord
 from areal_ray.types import GenerationRequest, Sampling
 from tests.conftest import MarkedProcesses
-from tests.vllm.conftest import EXAMPLES, Training, engine_spec
+from tests.vllm.conftest import engine_spec
+from tests.vllm.struck import LEARNING, StruckRun
+from tests.vllm.training import Training
 
 
 @pytest.fixture(scope="module")
-def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run that is a smaller demo: one engine, a lower goal."""
+def learned(struck: StruckRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a smaller demo: a lower goal, and from where the struck run stopped one
+    engine and one rank of the trainer only."""
     marked = MarkedProcesses(f"learned-{os.getpid()}")
-    runs = tmp_path_factory.mktemp("learned")
+    directory = tmp_path_factory.mktemp("learned")
+    shutil.copytree(struck.directory, directory / "runs" / struck.directory.name)
     training = Training(
-        runs / "said.txt",
+        directory,
         marked.environment,
-        str(EXAMPLES / "arithmetic.yaml"),
-        f"runs_dir={runs}",
-        "generation.engines=1",
-        "trainer.lr=2e-4",
+        "--resume",
+        *LEARNING,
+        "steps=100000",
         "goal=0.6",
+        "generation.engines=1",
     )
     try:
         assert training.wait(timeout_s=540.0) == 0, training.output
         assert "goal reached" in training.output
     finally:
         marked.kill()
-    return runs / "arithmetic"
+    return training.run_dir
+
+
+def steps_of(run_dir: Path) -> list[StepRecord]:
+    return [r for r in read_metrics(run_dir / "metrics.jsonl") if isinstance(r, StepRecord)]
+
+
+def evaluations_of(run_dir: Path) -> list[EvaluationRecord]:
+    return [r for r in read_metrics(run_dir / "metrics.jsonl") if isinstance(r, EvaluationRecord)]
 
 
 def test_the_model_learned(learned: Path) -> None:
-    records = read_metrics(learned / "metrics.jsonl")
-    evaluations = [record for record in records if isinstance(record, EvaluationRecord)]
+    evaluations = evaluations_of(learned)
     assert evaluations[0].reward < 0.4
     assert evaluations[-1].reward >= 0.6
 
 
-def test_it_learned_from_stale_data_within_the_bound(learned: Path) -> None:
-    steps = [r for r in read_metrics(learned / "metrics.jsonl") if isinstance(r, StepRecord)]
+def test_it_learned_from_stale_data_within_the_bound(learned: Path, struck: StruckRun) -> None:
+    steps = steps_of(learned)
     assert max(record.staleness_max for record in steps) in (1, 2)
     assert [record.step for record in steps] == list(range(1, len(steps) + 1))
-    # The engines keep up with the trainer, but for the time of an evaluation.
-    assert all(0 <= record.step - record.version <= 2 for record in steps)
-    assert steps[-1].version == steps[-1].step
-    assert all(record.tokens_per_s >= 0 and 0 <= record.pause_s < 30 for record in steps)
-    assert all(record.pause_s > 0 for record in steps if record.version == record.step)
+    resumed = steps[len(struck.steps()) :]
+    assert resumed
+    # As many versions more than steps as recoveries of the trainer before; and the engines keep up
+    # with the trainer, but for the time of an evaluation.
+    ahead = [record.version - record.step - struck.recoveries for record in resumed]
+    assert all(-2 <= one <= 0 for one in ahead)
+    assert ahead[-1] == 0
+    assert all(record.tokens_per_s >= 0 and 0 <= record.pause_s < 30 for record in resumed)
+    assert all(record.pause_s > 0 for record, one in zip(resumed, ahead, strict=True) if one == 0)
     assert steps[-1].groups_failed == 0
 
 
-def test_every_sample_that_was_trained_on_is_written_down(learned: Path) -> None:
+def test_every_sample_that_was_trained_on_is_written_down(learned: Path, struck: StruckRun) -> None:
+    resumed = {record.step: record for record in steps_of(learned)[len(struck.steps()) :]}
     lines = (learned / "rollouts.jsonl").read_text().splitlines()
-    records = read_metrics(learned / "metrics.jsonl")
-    steps = [record for record in records if isinstance(record, StepRecord)]
-    assert len(lines) == len(steps) * 64 * 8
-    for line in lines[:: len(lines) // 50]:
-        sample = json.loads(line)
+    samples = [sample for sample in map(json.loads, lines) if sample["step"] in resumed]
+    assert len(samples) == len(resumed) * 64 * 8
+    for sample in samples[:: len(samples) // 50]:
         assert len(sample["tokens"]) == len(sample["versions"])
         assert sample["reward"] == float(
             sample["text"] == sample["answer"] and sample["finish_reason"] == "stop"
         )
-        # Version v is served from step v on: at step s the trainer is at version s - 1.
-        assert all(sample["step"] - 3 <= v < sample["step"] for v in sample["versions"])
+        made = sample["step"] + struck.recoveries
+        assert all(made - 3 <= version < made for version in sample["versions"])
 
 
 def test_the_other_files_are_there(learned: Path) -> None:
@@ -97,9 +112,7 @@ def test_the_exported_model_answers_as_evaluated_in_transformers_and_vllm(
         generated = model.generate(ids, max_new_tokens=5, do_sample=False)[:, ids.shape[1] :]
     texts = tokenizer.batch_decode(generated, skip_special_tokens=True)
     right = np.mean([text == p.answer for text, p in zip(texts, problems, strict=True)])
-    records = read_metrics(learned / "metrics.jsonl")
-    evaluated = [record for record in records if isinstance(record, EvaluationRecord)][-1]
-    assert right == pytest.approx(evaluated.reward, abs=0.01)
+    assert right == pytest.approx(evaluations_of(learned)[-1].reward, abs=0.01)
 
     answers = asyncio.run(_vllm_answers(learned / "model", ids.numpy().astype(np.int32)))
     same = [

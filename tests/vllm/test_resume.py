@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.conftest import wait_until_empty
+from tests.vllm.training import step_records, wait_until_empty
 
 SYNCHRONOUS = (
     "warmup.steps=20",
@@ -22,13 +22,6 @@ SYNCHRONOUS = (
     "checkpoint.every=2",
     "steps=8",
 )
-
-
-def step_records(run_dir: Path) -> list[dict]:
-    """Whole lines only: the last may have been cut off."""
-    whole, _, _ = (run_dir / "metrics.jsonl").read_text().rpartition("\n")
-    records = [json.loads(line) for line in whole.splitlines()]
-    return [record for record in records if record["kind"] == "step"]
 
 
 def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 
 import cloudpickle
@@ -25,6 +26,7 @@ from tests.vllm import versioned
 from tests.vllm.conftest import engine_spec
 from tests.vllm.versioned import (
     LENGTH,
+    Kind,
     VersionedTrainer,
     engine_digests,
     make_model,
@@ -42,7 +44,8 @@ MODES = {
 
 
 class Site:
-    """A manager, two engines, and a trainer whose weights prove their version."""
+    """A manager, two engines, and a trainer whose weights prove their version. All tests use it,
+    one after the other: versions go on."""
 
     def __init__(self, model: Path) -> None:
         self.model = model
@@ -68,12 +71,7 @@ class Site:
             )
         )
 
-    async def begin(self, kind: str) -> None:
-        """A new trainer, whose weights all engines get."""
-        self.version = 0
-        self.trainer = VersionedTrainer.options(num_cpus=0, max_restarts=1).remote(
-            str(self.model), kind
-        )
+        self.trainer = VersionedTrainer.options(num_cpus=0, max_restarts=1).remote(str(model))
         self.manager = CheckpointEngineManager.options(num_cpus=0).remote(
             self.trainer,
             ManagerSpec(
@@ -86,8 +84,13 @@ class Site:
                 start_timeout_s=60.0,
             ),
         )
+
+    async def begin(self, kind: Kind) -> None:
+        """All engines serve weights of this kind, in a version of their own."""
         for name in self.engines:
             await self.sync(name)
+        await self.trainer.choose.remote(kind)
+        assert (await self.update()).engines == 2
 
     async def sync(self, name: str) -> None:
         started = self._started[name]
@@ -144,7 +147,7 @@ class Site:
         (completion,) = result.completions
         assert completion.versions.tolist() == [version] * 3
         assert completion.token_ids.tolist() == [token_of(version)] * 3
-        assert await self.digests(name) == self.expected_digests(version, kind="proving")
+        assert await self.digests(name) == self.expected_digests(version)
 
     async def digests(self, name: str) -> dict[str, str]:
         """vLLM's own SHA-256 of every tensor that the engine's worker holds."""
@@ -157,11 +160,15 @@ class Site:
         (of_worker,) = await self.engines[name].__ray_call__.remote(checksums)
         return {name.rpartition(":")[2]: digest for name, digest in of_worker.items()}
 
-    def expected_digests(self, version: int, kind: str) -> dict[str, str]:
+    def expected_digests(self, version: int) -> dict[str, str]:
+        return engine_digests(weights_of(self._parameters, version, kind="proving"))
+
+    @cached_property
+    def _parameters(self) -> list[tuple[str, torch.Tensor]]:
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32)
-        return engine_digests(weights_of(list(model.named_parameters()), version, kind=kind))
+        return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
 
     async def tokens_made(self, name: str) -> int:
         """By the requests that run."""
@@ -217,7 +224,7 @@ def test_every_token_is_stamped_with_the_version_that_made_it(
             await asyncio.sleep(0.05)
             assert (await site.update()).engines == 2
             for name in site.engines:
-                assert await site.digests(name) == site.expected_digests(site.version, "proving")
+                assert await site.digests(name) == site.expected_digests(site.version)
         return await asyncio.gather(*calls)
 
     results = runner.run(scenario())
@@ -229,7 +236,7 @@ def test_every_token_is_stamped_with_the_version_that_made_it(
     spans = [len(set(completion.versions.tolist())) for completion in completions]
     assert max(spans) > 5, "hardly a sample was in flight over several updates"
     for name in site.engines:
-        runner.run(site.check_serves(name, 10))
+        runner.run(site.check_serves(name, site.version))
 
 
 def test_what_old_weights_cached_is_no_part_of_a_new_prompt(
@@ -248,7 +255,7 @@ def test_what_old_weights_cached_is_no_part_of_a_new_prompt(
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(site.model, dtype=torch.float32)
-    made = weights_of(list(model.named_parameters()), 1, kind="random")
+    made = weights_of(list(model.named_parameters()), site.version, kind="random")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(made[name])
@@ -308,12 +315,41 @@ def test_an_engine_killed_while_staging_does_not_keep_the_other_from_the_update(
         outcome = await updating
         assert (outcome.attempts, outcome.engines) == (2, 1)
         assert [one.name for one in outcome.lost] == ["engine-1"]
-        await site.check_serves("engine-0", 1)
+        await site.check_serves("engine-0", site.version)
         await site.restart("engine-1")
-        await site.check_serves("engine-1", 1)
+        await site.check_serves("engine-1", site.version)
         assert (await site.update()).engines == 2
         for name in site.engines:
-            await site.check_serves(name, 2)
+            await site.check_serves(name, site.version)
+
+    runner.run(scenario())
+
+
+def test_a_trainer_killed_while_sending_leaves_the_old_version_serving(
+    site: Site, runner: asyncio.Runner
+) -> None:
+    """In place a transfer that breaks off tears the weights: that engine must be replaced."""
+
+    async def scenario() -> None:
+        await site.begin("proving")
+        before = site.version
+        updating = await site.begin_update_to_the_middle()
+        os.kill(await site.trainer.pid.remote(), signal.SIGKILL)
+        with pytest.raises(WeightUpdateError):
+            await updating
+        await site.check_serves("engine-0", before)
+        # The trainer is back, with weights of the next version that were lost and made again.
+        while True:
+            try:
+                await site.trainer.train.remote(site.version)
+                break
+            except ray.exceptions.ActorUnavailableError:
+                await asyncio.sleep(0.2)
+        await site.restart("engine-1")
+        outcome = (await site.manager.update_weights.remote(site.version)).outcome
+        assert outcome.engines == 2
+        for name in site.engines:
+            await site.check_serves(name, before + 1)
 
     runner.run(scenario())
 
@@ -321,6 +357,8 @@ def test_an_engine_killed_while_staging_does_not_keep_the_other_from_the_update(
 def test_an_engine_killed_while_committing_is_lost_alone(
     site: Site, runner: asyncio.Runner
 ) -> None:
+    """The last test here: nobody needs that engine any more."""
+
     def die_at_the_swap(actor) -> None:
         steps = actor._engine._switch._steps
         core = actor._engine._llm.engine_core.resources.engine_manager.processes[0].pid
@@ -338,37 +376,6 @@ def test_an_engine_killed_while_committing_is_lost_alone(
         outcome = await site.update()
         assert (outcome.attempts, outcome.engines) == (1, 1)
         assert [one.name for one in outcome.lost] == ["engine-0"]
-        await site.check_serves("engine-1", 1)
-        await site.restart("engine-0")
-        await site.check_serves("engine-0", 1)
-
-    runner.run(scenario())
-
-
-def test_a_trainer_killed_while_sending_leaves_the_old_version_serving(
-    site: Site, runner: asyncio.Runner
-) -> None:
-    """In place a transfer that breaks off tears the weights: that engine must be replaced."""
-
-    async def scenario() -> None:
-        await site.begin("proving")
-        await site.update()
-        updating = await site.begin_update_to_the_middle()
-        os.kill(await site.trainer.pid.remote(), signal.SIGKILL)
-        with pytest.raises(WeightUpdateError):
-            await updating
-        await site.check_serves("engine-0", 1)
-        # The trainer is back, with weights of version 2 that were lost and made again.
-        while True:
-            try:
-                await site.trainer.train.remote(2)
-                break
-            except ray.exceptions.ActorUnavailableError:
-                await asyncio.sleep(0.2)
-        await site.restart("engine-1")
-        outcome = (await site.manager.update_weights.remote(2)).outcome
-        assert outcome.engines == 2
-        for name in site.engines:
-            await site.check_serves(name, 2)
+        await site.check_serves("engine-1", site.version)
 
     runner.run(scenario())

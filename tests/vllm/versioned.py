@@ -7,6 +7,7 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 import ray
 import torch
@@ -15,6 +16,8 @@ from areal_ray.types import WeightVersion
 from areal_ray.weights.sender import Sender
 from areal_ray.weights.transport import Transport, join
 from areal_ray.weights.update import GroupMember, SendingPlan
+
+Kind = Literal["proving", "random"]
 
 FIRST_TOKEN, TOKENS = 2, 12
 LENGTH = 600
@@ -42,7 +45,7 @@ def make_model(directory: Path, tiny_model: Path) -> None:
 
 
 def weights_of(
-    model: list[tuple[str, torch.Tensor]], version: WeightVersion, *, kind: str
+    model: list[tuple[str, torch.Tensor]], version: WeightVersion, *, kind: Kind
 ) -> dict[str, torch.Tensor]:
     """`proving`: whatever the prompt, the attention adds the same direction to each state, and one
     token's embedding alone points there. `random`: other weights for each version."""
@@ -81,12 +84,12 @@ def engine_digests(weights: dict[str, torch.Tensor]) -> dict[str, str]:
 class VersionedTrainer:
     """What the manager asks of a trainer. It can be made to wait in the middle of sending."""
 
-    def __init__(self, model_path: str, kind: str) -> None:
+    def __init__(self, model_path: str) -> None:
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
         self._parameters = [(n, p.detach()) for n, p in model.named_parameters()]
-        self._kind = kind
+        self._kind: Kind = "proving"
         self._thread = ThreadPoolExecutor(1)
         self._sender: Sender | None = None
         self._version: WeightVersion = 0
@@ -96,6 +99,10 @@ class VersionedTrainer:
 
     async def pid(self) -> int:
         return os.getpid()
+
+    async def choose(self, kind: Kind) -> None:
+        """Of the weights that it makes from now on."""
+        self._kind = kind
 
     async def train(self, version: WeightVersion) -> None:
         self._version = version
