@@ -23,7 +23,7 @@ from ray.exceptions import ActorUnavailableError, ObjectLostError
 
 from areal_ray import logs
 from areal_ray.actors.calls import ASK_TIMEOUT_S, RETRY_EVERY_S, until_back
-from areal_ray.actors.trajectory_queue import Lease
+from areal_ray.actors.trajectory_queue import Lease, Place
 from areal_ray.types import TrajectoryGroup, WeightVersion
 
 
@@ -41,11 +41,19 @@ class Batch:
 
 
 class Batches:
-    def __init__(self, queue: ActorHandle, *, holder: str) -> None:
+    def __init__(
+        self,
+        queue: ActorHandle,
+        *,
+        holder: str,
+        read_elsewhere: Callable[[Sequence[Place]], Awaitable[bool]] | None = None,
+    ) -> None:
         """`holder`: who takes them. It stays the same over a restart of the trainer, so that the
-        queue knows which batch will not be ended any more."""
+        queue knows which batch will not be ended any more. `read_elsewhere`: for others who need
+        a batch as well; tells whether they could read it."""
         self._queue = queue
         self._holder = holder
+        self._read_elsewhere = read_elsewhere
         self._incarnation = ""
         self._in_hand: Batch | None = None
         self._taken: Batch | None = None
@@ -104,6 +112,8 @@ class Batches:
             for group_id, place in zip(lease.group_ids, lease.places, strict=True)
             if isinstance(chunks[place.chunk], ObjectLostError)
         ]
+        if not lost and self._read_elsewhere and not await self._read_elsewhere(lease.places):
+            lost = lease.group_ids
         if not lost:
             return [chunks[place.chunk][place.position] for place in lease.places]
         logs.warning("{} of {} groups of a batch are lost", len(lost), len(lease.places))

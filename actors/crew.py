@@ -187,6 +187,10 @@ class Crew:
         )
         return report
 
+    async def note_version(self, version: WeightVersion) -> None:
+        """The trainer's weights are of this version, though no engine needs them any more."""
+        await self._ask_controller(lambda: self.controller.commit_version.remote(version, []))
+
     async def train_step(self, step: int, version: WeightVersion) -> TrainReport:
         """Learn from the next batch that is fresh enough at this version: while the engines go on
         or, where they share devices with the trainer, while they rest."""

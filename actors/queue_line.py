@@ -44,6 +44,8 @@ class QueueLine:
         self._changed = changed
         self._startup_timeout_s = startup_timeout_s
         self._to_drop: list[int] = []
+        self._in_hand: set[int] = set()
+        """What the trainer had, and no queue, when the last one was opened."""
         self.incarnation = ""
         """Of the queue that is there now; empty until it is known."""
 
@@ -67,11 +69,15 @@ class QueueLine:
         queue refuse it from now on."""
         return await self._ask(partial(self._queue.has_taken.remote, group_id, withdraw=withdraw))
 
-    async def trained_unheard(self) -> list[int]:
-        """Groups that a trainer has acknowledged, and died before it could tell of it."""
+    async def settle_a_dead_trainers(self) -> None:
+        """What no queue has any more was acknowledged by a trainer that died before it could tell
+        of it; or it had come from a queue that died before, and is lost with the trainer."""
         accepted = self._book.accepted  # by now: what comes meanwhile may be here or there
         untrained = set(await self._ask(self._queue.untrained.remote))
-        return [group_id for group_id in accepted if group_id not in untrained]
+        gone = [group_id for group_id in accepted if group_id not in untrained]
+        self._book.trained(group_id for group_id in gone if group_id not in self._in_hand)
+        for group_id in sorted(self._in_hand.intersection(gone), reverse=True):
+            self._book.expire(group_id)
 
     async def follow(self) -> None:
         """Learn what expired in the queue, and mend what a restart has torn. Never returns."""
@@ -112,6 +118,7 @@ class QueueLine:
             who="the trainer",
             doing="telling which groups it holds (generation.startup_timeout_s)",
         )
+        self._in_hand = set(in_hand)
         for group_id in (*in_hand, *news.held):
             self._take_as_accepted(group_id)
         lost = set(self._book.accepted).difference(in_hand, news.held)

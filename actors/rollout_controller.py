@@ -206,7 +206,7 @@ class RolloutController:
         a trainer which went on from a checkpoint, and has had no batch since."""
         if version > self._book.counts.version:
             if recovered:
-                self._book.trained(await self._line.trained_unheard())
+                await self._line.settle_a_dead_trainers()
                 self._book.commit_recovered(version)
             else:
                 self._book.commit(version)

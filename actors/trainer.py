@@ -21,7 +21,7 @@ from areal_ray.actors.trainer_rank import Rank, together
 from areal_ray.actors.trajectory_queue import Place, read_places
 from areal_ray.checkpoints import write_groups
 from areal_ray.config import WarmupConfig
-from areal_ray.errors import NotReady
+from areal_ray.errors import NotReady, TrainerLost, described
 from areal_ray.observability.jsonl import JsonlWriter
 from areal_ray.observability.loop_health import LoopHealth, LoopReport
 from areal_ray.training.spec import RankPlace, StepMetrics, TrainerSpec, TrainerStart
@@ -70,6 +70,8 @@ class TrainerActor:
         again."""
         self._rank = Rank()
         self._others: Sequence[ActorHandle] = ()
+        self._deaths: list[asyncio.Future[None]] = []
+        """Of the other ranks: done when one has died."""
         self._is_sharded = False
         self._meeting: Rendezvous | None = None
         self._batches: Batches | None = None
@@ -105,7 +107,9 @@ class TrainerActor:
         self._rollouts = await asyncio.to_thread(
             JsonlWriter, Path(run_dir) / "rollouts.jsonl", _rollout_records
         )
-        self._batches = Batches(queue, holder="trainer")
+        self._deaths = [asyncio.wrap_future(r.until_death.remote().future()) for r in others]
+        reader = self._fetch_elsewhere if others else None
+        self._batches = Batches(queue, holder="trainer", read_elsewhere=reader)
 
     async def warm_up(self, prompts: Sequence[Prompt], warmup: WarmupConfig) -> float:
         """The supervised phase; returns its last loss."""
@@ -125,8 +129,19 @@ class TrainerActor:
             await self._rank.move_out()
 
     async def take_batch(self, version: WeightVersion) -> None:
-        """Wait for the batch that the next step learns from."""
-        await self._queued.take(version)
+        """Wait for the batch that the next step learns from. No longer than all ranks live: engines
+        that get no weights from them might be what the batch waits for."""
+        taking = asyncio.ensure_future(self._queued.take(version))
+        try:
+            await asyncio.wait({taking, *self._deaths}, return_when=asyncio.FIRST_COMPLETED)
+            for rank, death in enumerate(self._deaths, start=1):
+                if death.done():
+                    error = death.exception()
+                    raise TrainerLost(f"rank {rank} of the trainer is lost: {described(error)}")
+            taking.result()
+        finally:
+            taking.cancel()
+            await asyncio.gather(taking, return_exceptions=True)
 
     async def train_step(self, step: int) -> TrainReport:
         """Learn from the batch that was taken, and let it go."""
@@ -135,7 +150,7 @@ class TrainerActor:
         try:
             metrics = await together(
                 self._rank.train(batch.groups),
-                [rank.train_at.remote(batch.lease.places) for rank in self._others],
+                [rank.train_on_fetched.remote() for rank in self._others],
             )
             report = await asyncio.to_thread(_report, step, batch, metrics, loop)
         except BaseException:
@@ -191,6 +206,9 @@ class TrainerActor:
         rollouts, self._rollouts = self._rollouts, None
         if rollouts is not None:
             await asyncio.to_thread(rollouts.close)
+
+    async def _fetch_elsewhere(self, places: Sequence[Place]) -> bool:
+        return all(await asyncio.gather(*(rank.fetch.remote(places) for rank in self._others)))
 
     def _places(self, spec: TrainerSpec) -> list[RankPlace | None]:
         """One for each rank, where they meet here; None for one that is alone."""

@@ -15,6 +15,7 @@ from typing import TypeVar
 from ray.actor import ActorHandle, ActorMethod
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
+from areal_ray import logs
 from areal_ray.actors.calls import ON_ITS_WAY_BACK, end_process, until_back
 from areal_ray.actors.crew_specs import update_timeout_s
 from areal_ray.actors.trainer import TrainReport
@@ -104,7 +105,10 @@ class TrainerCalls:
         of them begin anew: those that are left may wait for one that is not."""
         ranks = [self._trainer, *self._other_ranks]
         if self._other_ranks:
-            await asyncio.gather(*(end_process(rank, may_restart=True) for rank in ranks))
+            ends = (end_process(rank, may_restart=True) for rank in ranks)
+            for outcome in await asyncio.gather(*ends, return_exceptions=True):
+                if isinstance(outcome, Exception):
+                    logs.warning("a rank of the trainer: {}", described(outcome))
         for number, rank in enumerate(ranks):
             await until_back(
                 self._config.generation.startup_timeout_s,

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import ray
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, ObjectLostError
 
 from areal_ray.actors.calls import ON_ITS_WAY_BACK
 from areal_ray.actors.trajectory_queue import Place, read_places
 from areal_ray.checkpoints import open_checkpoint
 from areal_ray.config import WarmupConfig
-from areal_ray.errors import NotReady, TrainerLost, described
+from areal_ray.errors import NotReady, TrainerAway, TrainerLost, described
 from areal_ray.priority import step_aside
 from areal_ray.training.spec import RankPlace, StepMetrics, TrainerSpec, TrainerStart
 from areal_ray.types import Prompt, TrajectoryGroup, WeightVersion
@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # whoever holds a handle of this actor imports this module, b
 
 T = TypeVar("T")
 
-GRACE_S = 5.0
+GRACE_S = 30.0
 """For the other ranks to end what one has failed in."""
 
 
@@ -47,6 +47,7 @@ class Rank:
         self._sender: Sender | None = None
         self._version: WeightVersion = 0
         self._snapshot: Snapshot | None = None
+        self._fetched: list[TrajectoryGroup] = []
 
     async def is_there(self) -> None:
         """Answers as soon as there is a process."""
@@ -98,9 +99,17 @@ class Rank:
 
         return await self._in_thread(step)
 
-    async def train_at(self, places: Sequence[Place]) -> None:
-        """The same, with groups that lie in the object store."""
-        await self.train(await read_places(places))
+    async def fetch(self, places: Sequence[Place]) -> bool:
+        """The groups that lie there, for `train_on_fetched`; whether they could be read."""
+        try:
+            self._fetched = await read_places(places)
+        except ObjectLostError:
+            return False
+        return True
+
+    async def train_on_fetched(self) -> None:
+        groups, self._fetched = self._fetched, []
+        await self.train(groups)
 
     async def sending_plan(self, bucket_bytes: int, timeout_s: float, verify: bool) -> SendingPlan:
         """Open the place where engines join; the weights' names, shapes and order. Comes when a
@@ -144,7 +153,8 @@ class Rank:
     async def write_snapshot(self, directory: str) -> None:
         """This rank's part, while training goes on."""
         taken, self._snapshot = self._snapshot, None
-        assert taken is not None
+        if taken is None:
+            raise NotReady("the trainer was restarted since it took its snapshot")
         await asyncio.to_thread(self._started.write, taken, Path(directory))
 
     async def export(self, directory: str) -> None:
@@ -177,9 +187,15 @@ async def together(first: Awaitable[T], others: Sequence[Awaitable[object]]) -> 
     calls = [asyncio.ensure_future(call) for call in (first, *others)]
     try:
         _, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+        _raise_if_dead(calls)
         if waiting:
-            await asyncio.wait(waiting, timeout=GRACE_S)
-        _raise_if_lost(calls)
+            _, waiting = await asyncio.wait(waiting, timeout=GRACE_S)
+            _raise_if_dead(calls)
+        if waiting:
+            rank, error = next(iter(_failures(calls).items()))
+            raise TrainerLost(
+                f"rank {rank} of the trainer failed, and others wait for it: {described(error)}"
+            ) from error
         for call in calls:
             call.result()
         return calls[0].result()
@@ -189,20 +205,21 @@ async def together(first: Awaitable[T], others: Sequence[Awaitable[object]]) -> 
         await asyncio.gather(*calls, return_exceptions=True)
 
 
-def _raise_if_lost(calls: Sequence[asyncio.Future[object]]) -> None:
-    failures = {
+def _failures(calls: Sequence[asyncio.Future[object]]) -> dict[int, BaseException]:
+    """By rank."""
+    return {
         rank: call.exception()
         for rank, call in enumerate(calls)
         if call.done() and call.exception() is not None
     }
-    for rank, error in failures.items():
-        if isinstance(error, (*ON_ITS_WAY_BACK, ActorDiedError)):
+
+
+def _raise_if_dead(calls: Sequence[asyncio.Future[object]]) -> None:
+    for rank, error in _failures(calls).items():
+        if isinstance(error, ON_ITS_WAY_BACK):
+            raise TrainerAway(f"rank {rank} of the trainer is away: {described(error)}") from error
+        if isinstance(error, ActorDiedError):
             raise TrainerLost(f"rank {rank} of the trainer is lost: {described(error)}") from error
-    for rank, error in failures.items():
-        if not all(call.done() for call in calls):
-            raise TrainerLost(
-                f"rank {rank} of the trainer failed, and others wait for it: {described(error)}"
-            ) from error
 
 
 def _new_trainer(spec: TrainerSpec, place: RankPlace | None) -> PolicyTrainer:

@@ -327,6 +327,12 @@ def _problems(config: Config, has_held_out: bool) -> Iterator[str]:
             "generation.colocated: expected `trainer.ranks` 1, got "
             f"{config.trainer.ranks}: a trainer that takes turns with engines has one rank"
         )
+    samples = config.trainer.groups_per_step * config.rollout.samples
+    if config.trainer.mini_batches > samples:
+        yield (
+            f"trainer.mini_batches: expected at most {samples}, the samples of a step, got "
+            f"{config.trainer.mini_batches}"
+        )
     if config.trainer.sharding == "full" and config.trainer.ranks == 1:
         yield "trainer.sharding: `full` needs more than one of `trainer.ranks`"
     if config.device == "cpu" and config.generation.tensor_parallel > 1:

@@ -5,7 +5,8 @@
 
 Rollout goes on all the while; the loop never waits for it, the trainer only for its batch. An
 evaluation is of one version, so while one is under way the engines stay at theirs; the trainer goes
-on without them, as far ahead as `max_staleness` lets what they generate be learnt from.
+on without them, as far ahead as `max_staleness` lets what they generate be learnt from. (An engine
+that comes back meanwhile gets the trainer's weights, and answers with those.)
 """
 
 from __future__ import annotations
@@ -94,8 +95,7 @@ class Session:
         An evaluation that fails is told only after the model is saved.
         """
         if self._served != self._version:  # it was stopped while the trainer was ahead
-            await self._end_evaluation(cancel=True)
-            await self._update()
+            await self._crew.note_version(self._version)
         if self._config.checkpoint.every:
             await self._checkpoint()
         saving = within(
@@ -177,7 +177,10 @@ class Session:
         """Go on from the last checkpoint: what was learnt since is lost, and no group is trained on
         again for it."""
         await self._until_saved()
-        await self._end_evaluation()
+        # Not waited for: it may itself wait for an engine that waits for the trainer.
+        is_evaluating = self._evaluation is not None and not self._evaluation.done()
+        if is_evaluating:
+            await self._end_evaluation(cancel=True)
         may_restart = self._config.trainer.max_restarts if self._config.checkpoint.every else 0
         while self._recoveries < may_restart:
             self._recoveries += 1
@@ -191,6 +194,8 @@ class Session:
             self._version += 1
             self._served = self._version
             self._view.phase(f"the trainer goes on from step {checkpoint.step}")
+            if is_evaluating:
+                self._begin_evaluation()
             return
         raise lost
 
@@ -279,8 +284,8 @@ class Session:
             loop_lag_p99_ms={who: round(loop.p99_ms, 2) for who, loop in loops.items()},
             waited_s=report.waited_s,
             train_s=report.metrics.seconds,
-            staged_s=0.0 if update is None else update.outcome.staged_s,
-            pause_s=0.0 if update is None else update.outcome.longest_pause_s,
+            staged_s=None if update is None else update.outcome.staged_s,
+            pause_s=None if update is None else update.outcome.longest_pause_s,
             loss=report.metrics.loss,
             grad_norm=report.metrics.grad_norm,
             lr=report.metrics.lr,

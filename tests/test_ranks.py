@@ -130,11 +130,8 @@ def test_the_exported_model_is_whole(together: Path, directory: Path, name: str)
 def test_every_item_is_in_one_share_and_no_share_is_much_larger(
     sizes: list[int], count: int
 ) -> None:
-    shares = []
-    for rank in range(count):
-        ranks = Ranks()
-        ranks.rank, ranks.size = rank, count
-        shares.append(ranks.share(list(enumerate(sizes)), lambda item: item[1]))
-    assert sorted(item for share in shares for item in share) == list(enumerate(sizes))
+    items = list(enumerate(sizes))
+    shares = [Ranks(rank, count).share(items, lambda item: item[1]) for rank in range(count)]
+    assert sorted(item for share in shares for item in share) == items
     loads = [sum(size for _, size in share) for share in shares]
     assert max(loads) - min(loads) <= max(sizes, default=0)

@@ -63,8 +63,12 @@ class PlayedCrew:
         outcome = SimpleNamespace(version=version, staged_s=0.0, longest_pause_s=0.0)
         return SimpleNamespace(outcome=outcome, loop=LOOP)
 
+    async def note_version(self, version: int) -> None:
+        self.asked.append(f"noted version {version}")
+
     async def recover_trainer(self, version: int) -> SimpleNamespace:
         self.asked.append(f"recovery to version {version}")
+        self.served = version
         return SimpleNamespace(step=2)
 
     async def take_snapshot(self, step: int) -> SimpleNamespace:
@@ -226,22 +230,37 @@ async def test_what_is_evaluated_next_is_served_first() -> None:
 
 
 async def test_a_run_that_is_stopped_while_the_trainer_is_ahead_catches_up() -> None:
+    """Not the engines, which are about to be closed, and might not: only what is known."""
     crew = PlayedCrew()
     made, _ = session(crew, **EVALUATED, rollout={"max_staleness": 5})
-    learning = asyncio.ensure_future(made._learn())
-    await settled()
-    assert crew.served == 0
-    crew.train_step = closed
+    step = crew.train_step
+
+    async def stopped_in_the_fourth(number: int, version: int) -> SimpleNamespace:
+        if number == 4:
+            raise QueueClosed("the queue is closed")
+        return await step(number, version)
+
+    crew.train_step = stopped_in_the_fourth
     crew.trainer = SimpleNamespace(finish=SimpleNamespace(remote=lambda _: settled()))
     made._files.model = "model"
-    crew.evaluating.set()
-    assert await learning == "stopped"
+    assert await made._learn() == "stopped"
+    assert crew.served == 0
     await made.finish("stopped")
-    assert crew.served == made._version > 0
+    assert "noted version 3" in crew.asked
+    assert crew.served == 0
 
 
-async def closed(step: int, version: int) -> None:
-    raise QueueClosed("the queue is closed")
+async def test_a_recovery_does_not_wait_for_an_evaluation_which_is_begun_anew() -> None:
+    crew = PlayedCrew(failing=[2])
+    changes = EVALUATED | {"checkpoint": {"every": 100}}
+    made, _ = session(crew, **changes, rollout={"max_staleness": 5})
+    learning = asyncio.ensure_future(made._learn())
+    await settled()
+    # The weights of the checkpoint become version 2, and that is what is evaluated.
+    assert "recovery to version 2" in crew.asked
+    assert [one for one in crew.asked if "evaluation" in one][-1] == "evaluation of 2"
+    crew.evaluating.set()
+    await learning
 
 
 async def test_a_lost_trainer_is_recovered_and_costs_a_version() -> None:

@@ -32,9 +32,10 @@ class StepRecord(msgspec.Struct, frozen=True, tag="step", tag_field="kind"):
     """How late the event loop of each actor runs, over the last ten minutes."""
     waited_s: float
     train_s: float
-    staged_s: float
-    pause_s: float
-    """How long generation stood still for the new weights, on the slowest engine."""
+    staged_s: float | None
+    pause_s: float | None
+    """How long generation stood still for the new weights, on the slowest engine. None: the engines
+    stayed at their version."""
     loss: float
     grad_norm: float
     lr: float

@@ -106,7 +106,7 @@ def _runs_of(config: Config) -> list[Path]:
     return [
         directory
         for directory in sorted(beside)
-        if directory == wanted
+        if (directory == wanted and _name_in(directory) in (config.name, None))
         or (numbered.fullmatch(directory.name) and _name_in(directory) == config.name)
     ]
 

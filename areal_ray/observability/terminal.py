@@ -52,7 +52,7 @@ class PlainView:
             f"step {record.step}/{self._steps}  reward {record.reward:.3f}  "
             f"{record.tokens_per_s:,.0f} tokens/s  staleness {record.staleness_mean:.1f} "
             f"(max {record.staleness_max})  queue {record.queue_groups}  "
-            f"pause {record.pause_s * 1000:.0f} ms  left {left}"
+            f"pause {milliseconds(record.pause_s)}  left {left}"
         )
 
     def evaluation(self, record: EvaluationRecord) -> None:
@@ -132,8 +132,8 @@ class LiveView:
         )
         rows.add_row(
             "weights",
-            f"version {record.version}: staged in {record.staged_s * 1000:.0f} ms, "
-            f"pause {record.pause_s * 1000:.0f} ms",
+            f"version {record.version}: staged in {milliseconds(record.staged_s)}, "
+            f"pause {milliseconds(record.pause_s)}",
         )
         if record.groups_failed or record.groups_expired or record.groups_filtered:
             rows.add_row(
@@ -163,6 +163,10 @@ def sparkline(values: list[float]) -> str:
 
 def time_left(record: StepRecord, steps: int) -> str:
     return clock(record.seconds / record.step * (steps - record.step))
+
+
+def milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1000:.0f} ms"
 
 
 def clock(seconds: float) -> str:

@@ -85,13 +85,11 @@ class Adapter:
         if self._name == POLICY:
             yield
             return
-        for _, layer in self._layers():
-            layer.set_adapter(self._name, inference_mode=True)
+        self._switch_to(self._name)
         try:
             yield
         finally:
-            for _, layer in self._layers():
-                layer.set_adapter(POLICY)  # which alone gets gradients then
+            self._switch_to(POLICY)
 
     @torch.no_grad()
     def copied_to_reference(self) -> Adapter:
@@ -100,6 +98,12 @@ class Adapter:
             for pairs in (layer.lora_A, layer.lora_B):
                 pairs[REFERENCE].weight.copy_(pairs[self._name].weight)
         return Adapter(self._module, REFERENCE, self._scale)
+
+    def _switch_to(self, name: str) -> None:
+        """Not by peft's `set_adapter`, which also changes who gets gradients: of parameters that
+        are gathered just now, and not of those that are trained."""
+        for _, layer in self._layers():
+            layer._active_adapter = [name]
 
     def _name_of(self, path: str, kind: str) -> str:
         return f"{path}.{kind}.{self._name}.weight"

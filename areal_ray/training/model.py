@@ -79,6 +79,11 @@ class CausalModel:
         self._architecture = type(self.module)
         names = set(self.module._no_split_modules or ())
         self.layers = [part for part in self.module.modules() if type(part).__name__ in names]
+        if not self.layers and (compiled or mesh is not None):
+            raise ModelError(
+                f"model.path: {config.model_type} models do not tell their layers, which "
+                "`trainer.compile` and `trainer.sharding: full` need"
+            )
         self._adapter: Adapter | None = None
         if lora is not None and lora.rank:
             from areal_ray.training.lora import adapt  # peft takes a second to import
@@ -113,20 +118,12 @@ class CausalModel:
         self, batch: MicroBatch, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         return token_statistics(
-            self.hidden_before(batch),
+            hidden_before(self.module.get_decoder(), batch),
             self.module.get_output_embeddings(),
             batch.targets,
             temperature=temperature,
             with_entropy=with_entropy,
         )
-
-    def hidden_before(self, batch: MicroBatch) -> Tensor:
-        """The last state at the token before each learned one."""
-        with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
-            hidden = self.module.get_decoder()(
-                input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
-            ).last_hidden_state
-        return hidden.flatten(0, 1)[batch.predictors]
 
     def save(self, directory: Path, dtype: torch.dtype) -> None:
         """A sharded one is saved by the first rank, and all of them take part."""
@@ -167,6 +164,15 @@ class CausalModel:
 
     def _without_adapters(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Weight]:
         return tensors if self._adapter is None else self._adapter.merged(tensors)
+
+
+def hidden_before(decoder: torch.nn.Module, batch: MicroBatch) -> Tensor:
+    """The last state at the token before each learned one."""
+    with torch.autocast("cuda", torch.bfloat16, enabled=batch.input_ids.is_cuda):
+        hidden = decoder(
+            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
+        ).last_hidden_state
+    return hidden.flatten(0, 1)[batch.predictors]
 
 
 def _switch_dropout_off(module: torch.nn.Module) -> None:

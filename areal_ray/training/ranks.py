@@ -8,16 +8,20 @@ error, or with the time limit. Every method blocks.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
+import psutil
 import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from areal_ray.errors import TrainingError
 from areal_ray.training.spec import RankPlace
 
 T = TypeVar("T")
@@ -26,18 +30,20 @@ SUM_ELEMENTS = 2**25
 """Gradients are summed in buffers of this size: 128 MiB in float32."""
 
 
+@dataclass(frozen=True)
 class Ranks:
     """One process's place among them. Alone, everything here is free."""
 
-    def __init__(self) -> None:
-        self.rank = 0
-        self.size = 1
-        self.shards = False
-        """Whether each holds a part of every parameter, or all of it."""
-        self.mesh: DeviceMesh | None = None
-        """What models are sharded over, if they are."""
-        self.writers: dist.ProcessGroup | None = None
-        """For checkpoints, which are written while the others' messages go to and fro."""
+    rank: int = 0
+    size: int = 1
+    mesh: DeviceMesh | None = None
+    """What models are sharded over: each rank has a part of every parameter. None: all of it."""
+    writers: dist.ProcessGroup | None = None
+    """For checkpoints, which are written while the others' messages go to and fro."""
+
+    @property
+    def shards(self) -> bool:
+        return self.mesh is not None
 
     @property
     def is_first(self) -> bool:
@@ -78,8 +84,11 @@ class Ranks:
         of the work has none."""
         if self.size == 1 or self.shards:
             return
+        parameters = list(parameters)
+        is_used = torch.tensor([parameter.grad is not None for parameter in parameters]).int()
+        dist.all_reduce(is_used, dist.ReduceOp.MAX)
         together: list[Tensor] = []
-        for parameter in parameters:
+        for parameter in itertools.compress(parameters, is_used.tolist()):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             together.append(parameter.grad)
@@ -102,8 +111,8 @@ def join(place: RankPlace, device: torch.device, *, address: str, shards: bool) 
 
     `address`: of this node. `shards`: each rank is to hold a part of every parameter.
     """
-    if address == "127.0.0.1":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # Or gloo takes the one that the host's name leads to, which is often the loopback's.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_of(address))
     timeout = timedelta(seconds=place.timeout_s)
     store = dist.TCPStore(place.host, place.port, is_master=False, timeout=timeout)
     dist.init_process_group(
@@ -113,9 +122,16 @@ def join(place: RankPlace, device: torch.device, *, address: str, shards: bool) 
         world_size=place.size,
         timeout=timeout,
     )
-    ranks = Ranks()
-    ranks.rank, ranks.size, ranks.shards = place.rank, place.size, shards
-    if shards:
-        ranks.mesh = init_device_mesh(device.type, (place.size,))
-    ranks.writers = dist.new_group(backend="gloo", timeout=timeout)
-    return ranks
+    return Ranks(
+        rank=place.rank,
+        size=place.size,
+        mesh=init_device_mesh(device.type, (place.size,)) if shards else None,
+        writers=dist.new_group(backend="gloo", timeout=timeout),
+    )
+
+
+def _interface_of(address: str) -> str:
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address == address for one in addresses):
+            return name
+    raise TrainingError(f"no network interface of this node has the address {address}")

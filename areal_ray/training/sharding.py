@@ -37,10 +37,12 @@ def settle(
 
 def _shard(module: torch.nn.Module, layers: Sequence[torch.nn.Module], mesh: DeviceMesh) -> None:
     """What is in host memory goes to the mesh's device, a layer at a time."""
-    precision = MixedPrecisionPolicy()
+    in_layers = MixedPrecisionPolicy()
     if mesh.device_type == "cuda":
-        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        # What is outside of the layers, the head above all, computes in float32 as on one rank.
+        in_layers = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for part in (*layers, module):
+        precision = MixedPrecisionPolicy() if part is module else in_layers
         fully_shard(part, mesh=mesh, mp_policy=precision)
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)

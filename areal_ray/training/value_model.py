@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
-from areal_ray.training.model import CausalModel
+from areal_ray.training.model import CausalModel, hidden_before
 from areal_ray.training.packing import MicroBatch
 from areal_ray.training.sharding import settle
 
@@ -28,12 +28,11 @@ class _Critic(torch.nn.Module):
 
     def __init__(self, backbone: CausalModel) -> None:
         super().__init__()
-        self._hidden_before = backbone.hidden_before
         self.decoder = backbone.module.get_decoder()
         self.head = torch.nn.Linear(self.decoder.config.hidden_size, 1)
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
 
     def forward(self, batch: MicroBatch) -> Tensor:
-        hidden = self._hidden_before(batch)
+        hidden = hidden_before(self.decoder, batch)
         return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1).float()

@@ -73,8 +73,8 @@ def test_it_learned_from_stale_data_within_the_bound(learned: Path, struck: Stru
     ahead = [record.version - record.step - struck.recoveries for record in resumed]
     assert all(-2 <= one <= 0 for one in ahead)
     assert ahead[-1] == 0
-    assert all(record.tokens_per_s >= 0 and 0 <= record.pause_s < 30 for record in resumed)
-    assert all(record.pause_s > 0 for record, one in zip(resumed, ahead, strict=True) if one == 0)
+    assert all(record.tokens_per_s >= 0 for record in resumed)
+    assert all(0 < record.pause_s < 30 for record in resumed if record.pause_s is not None)
     assert steps[-1].groups_failed == 0
 
 
