@@ -310,8 +310,7 @@ def one_rank() -> Iterator[Ranks]:
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     )
-    ranks = Ranks()
-    ranks.shards, ranks.mesh = True, init_device_mesh("cpu", (1,))
+    ranks = Ranks(mesh=init_device_mesh("cpu", (1,)))
     yield ranks
     torch.distributed.destroy_process_group()
 
