@@ -89,7 +89,6 @@ def strike_a_run(directory: Path, marked: MarkedProcesses) -> StruckRun:
         "rollout.workers=2",
         "checkpoint.every=3",
         "trainer.ranks=2",
-        "trainer.sharding=full",
         *FAST_CARE,
     )
     run = Watched(training, training.run_dir, marked)

@@ -27,8 +27,9 @@ SYNCHRONOUS = (
 def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(
     train, marked_processes, tmp_path: Path
 ) -> None:
-    """Synchronously, so that what is drawn for each step follows from the steps before it."""
-    training = train(*SYNCHRONOUS)
+    """Synchronously, so that what is drawn for each step follows from the steps before it. Before,
+    the trainer is sharded over two ranks; then it has one."""
+    training = train(*SYNCHRONOUS, "trainer.ranks=2", "trainer.sharding=full")
     training.read_until("step 5/")
     marked_processes.kill()
     assert wait_until_empty(marked_processes.alive) == {}
