@@ -14,7 +14,7 @@ import pytest
 from areal_ray.generation.engine import EngineSpec
 from tests.conftest import MarkedProcesses
 from tests.vllm.struck import StruckRun, strike_a_run
-from tests.vllm.training import Training
+from tests.vllm.training import LENGTH_REWARD, Training
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -99,17 +99,14 @@ def live(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[LiveCrew]:
     from areal_ray.actors.crew_specs import Task
-    from areal_ray.plugins import pack
+    from areal_ray.plugins import load_function, pack
     from areal_ray.workflows import load_filter, single_turn
-
-    def closeness(prompt, completion) -> float:
-        return -abs(len(completion.text) - 3)
 
     task = Task(
         prompts=arithmetic.problems(),
         demonstrations=(),
         packed_workflow=pack(single_turn),
-        packed_reward=pack(closeness),
+        packed_reward=pack(load_function(LENGTH_REWARD)),
         packed_filter=pack(load_filter("everything")),
     )
     crew = LiveCrew(tiny_model, tmp_path_factory.mktemp("crew"), task)

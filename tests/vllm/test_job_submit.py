@@ -50,7 +50,7 @@ def cluster(marked_processes, tmp_path: Path) -> Iterator[dict[str, str]]:
     assert wait_until_empty(marked_processes.alive) == {}
 
 
-def test_the_example_runs_as_a_submitted_job_synchronously_and_colocated(
+def test_the_example_runs_as_a_submitted_job_synchronously_colocated_and_with_adapters(
     cluster: dict[str, str], tmp_path: Path
 ) -> None:
     listing = [RAY, "job", "list"]
@@ -62,7 +62,7 @@ def test_the_example_runs_as_a_submitted_job_synchronously_and_colocated(
             *("python", "arithmetic.py", f"runs_dir={tmp_path / 'runs'}", "steps=3"),
             *("warmup.steps=20", "goal=null", "evaluation.every=0", "evaluation.prompts=8"),
             *("generation.engines=1", "trainer.groups_per_step=8", "rollout.max_staleness=0"),
-            *("generation.colocated=true", "weights.staging=host"),
+            *("generation.colocated=true", "weights.staging=host", "trainer.lora.rank=4"),
         ],
         env=cluster,
         capture_output=True,
@@ -81,5 +81,7 @@ def test_the_example_runs_as_a_submitted_job_synchronously_and_colocated(
     ]
     assert [record.staleness_max for record in steps] == [0, 0, 0]
     assert [record.queue_groups for record in steps] == [0, 0, 0]
+    # What the engine samples from is what the trainer computes: merged, with what adapters learnt.
+    assert all(record.kl_to_behaviour < 1e-3 for record in steps)
     # The job joined the cluster and left it as it was.
     assert subprocess.run(listing, env=cluster, capture_output=True, check=False).returncode == 0

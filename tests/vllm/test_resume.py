@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.training import step_records, wait_until_empty
+from tests.vllm.training import LENGTH_REWARD, step_records, wait_until_empty
 
 SYNCHRONOUS = (
+    f"reward.function={LENGTH_REWARD}",
     "warmup.steps=20",
     "goal=null",
     "evaluation.every=0",
@@ -45,6 +46,8 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(
     assert [record["version"] for record in records] == list(range(1, 9))
     assert all(record["groups_failed"] == 0 for record in records)
     # Step 5 was taken twice: before the kill, and again from the checkpoint of step 4.
+    assert before[5]["grad_norm"] > 1e-3
+    assert before[5]["loss"] != before[4]["loss"]
     for name in ("reward", "response_tokens", "loss", "grad_norm", "lr", "kl_to_behaviour"):
         assert records[4][name] == pytest.approx(before[5][name], rel=1e-3, abs=1e-6), name
     lines = (run_dir / "rollouts.jsonl").read_text().splitlines()

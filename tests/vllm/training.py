@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+LENGTH_REWARD = f"{Path(__file__).with_name('length_reward.py')}:closeness"
 
 
 class Training:
