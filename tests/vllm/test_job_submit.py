@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -29,6 +30,10 @@ def cluster(marked_processes, tmp_path: Path) -> Iterator[dict[str, str]]:
     environment = {
         **marked_processes.environment,
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # loopback only
+        # Said to all: by themselves the cluster asks for a token once there is one, and Ray's CLI
+        # sends it only if told to.
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "PATH": f"{RAY.parent}{os.pathsep}{os.environ['PATH']}",
     }
     dashboard = free_port()
