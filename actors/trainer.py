@@ -194,11 +194,15 @@ class TrainerActor:
         """These groups of the queue, to a file."""
         await asyncio.to_thread(write_groups, Path(path), await read_places(places))
 
-    async def finish(self, directory: str) -> None:
-        """Export, and see that every rollout is in its file: raises if either is not."""
+    async def export(self, directory: str) -> None:
+        """The model as it is now, as a Hugging Face directory."""
         await together(
             self._rank.export(directory), [rank.export.remote(directory) for rank in self._others]
         )
+
+    async def finish(self, directory: str) -> None:
+        """Export, and see that every rollout is in its file: raises if either is not."""
+        await self.export(directory)
         await self.close()
 
     async def close(self) -> None:
