@@ -9,7 +9,6 @@ unknown to the controller's word, and is left out: its prompt is still to be dra
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,7 +64,7 @@ class Checkpointing:
         self._queue = queue
         self._trainer = trainer
         self._trainer_calls = trainer_calls
-        self._writing: asyncio.Future[None] | None = None
+        self._writing: asyncio.Future[list[object]] | None = None
         self.store = CheckpointStore(run_dir / CHECKPOINTS, keep=config.checkpoint.keep)
 
     async def take_snapshot(self, step: int) -> Cut:
@@ -94,20 +93,22 @@ class Checkpointing:
         """While everything goes on. What is not whole in the end is not there."""
         partial = await asyncio.to_thread(self.store.begin, cut.step)
         # It goes on past its time limit: what writes is a thread, which nobody can end.
-        self._writing = asyncio.ensure_future(
-            _all_done(
-                self._trainer.write_snapshot.remote(str(partial / TRAINER)),
-                self._trainer.write_groups.remote(cut.places, str(partial / GROUPS)),
-                asyncio.to_thread((partial / BOOK).write_bytes, msgspec.json.encode(cut.book)),
-            )
+        self._writing = asyncio.gather(
+            self._trainer.write_snapshot.remote(str(partial / TRAINER)),
+            self._trainer.write_groups.remote(cut.places, str(partial / GROUPS)),
+            asyncio.to_thread((partial / BOOK).write_bytes, msgspec.json.encode(cut.book)),
+            return_exceptions=True,
         )
         try:
-            await within(
+            outcomes = await within(
                 self._config.timeout_s,
                 asyncio.shield(self._writing),
                 who="the trainer",
                 doing="writing a checkpoint (checkpoint.timeout_s)",
             )
+            for outcome in outcomes:
+                if isinstance(outcome, BaseException):
+                    raise outcome
             # To its end: a cancellation would leave the thread at it.
             version = cut.book.counts.version
             await uncancelled(asyncio.to_thread(self.store.commit, cut.step, version, self._draws))
@@ -127,10 +128,3 @@ class Checkpointing:
             who="the trajectory queue",
             doing="taking groups up again",
         )
-
-
-async def _all_done(*parts: Awaitable[object]) -> None:
-    """Returns, or raises, when the last one is: not when the first has failed."""
-    for outcome in await asyncio.gather(*parts, return_exceptions=True):
-        if isinstance(outcome, BaseException):
-            raise outcome

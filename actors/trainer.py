@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from areal_ray.actors.batches import Batch, Batches
 from areal_ray.actors.trainer_rank import Rank, together
@@ -212,7 +213,10 @@ class TrainerActor:
             await asyncio.to_thread(rollouts.close)
 
     async def _fetch_elsewhere(self, places: Sequence[Place]) -> bool:
-        return all(await asyncio.gather(*(rank.fetch.remote(places) for rank in self._others)))
+        try:
+            return all(await asyncio.gather(*(rank.fetch.remote(places) for rank in self._others)))
+        except (ActorUnavailableError, ActorDiedError) as error:
+            raise TrainerLost(f"a rank of the trainer is lost: {described(error)}") from error
 
     def _places(self, spec: TrainerSpec) -> list[RankPlace | None]:
         """One for each rank, where they meet here; None for one that is alone."""

@@ -37,9 +37,8 @@ class Cluster:
     def leave(self) -> None:
         """Shut down just what was started. Blocks, for a limited time: call it off the event loop.
 
-        Ray joins threads of its own without a limit, and now and then one does not end (Ray's
-        issues 44836 and 45044). The run is over by then: it must not hang for that. What Ray has
-        started ends with this process, if not before.
+        Ray joins threads of its own without a limit. The run is over by then: it must not hang for
+        one that does not end. What Ray has started ends with this process, if not before.
         """
         if not self.started_here:
             return

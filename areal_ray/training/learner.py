@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from areal_ray.config import LrSchedule, TrainerConfig
 from areal_ray.errors import TrainingError
 from areal_ray.training.ranks import Ranks
+from areal_ray.weights.whole import whole
 
 
 class Learner:
@@ -41,9 +41,7 @@ class Learner:
         """One optimizer step at so much of the learning rate; returns the gradient's norm. A
         gradient that is not finite is not stepped on."""
         self._ranks.sum_gradients(self._parameters)
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
+        norm = whole(torch.nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm))
         if not torch.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
             raise TrainingError(f"the gradient is not finite (norm {float(norm)})")

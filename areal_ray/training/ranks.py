@@ -88,13 +88,15 @@ class Ranks:
         is_used = torch.tensor([parameter.grad is not None for parameter in parameters]).int()
         dist.all_reduce(is_used, dist.ReduceOp.MAX)
         together: list[Tensor] = []
+        elements = 0
         for parameter in itertools.compress(parameters, is_used.tolist()):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             together.append(parameter.grad)
-            if sum(grad.numel() for grad in together) >= SUM_ELEMENTS:
+            elements += parameter.numel()
+            if elements >= SUM_ELEMENTS:
                 self._sum_together(together)
-                together = []
+                together, elements = [], 0
         self._sum_together(together)
 
     def _sum_together(self, tensors: Sequence[Tensor]) -> None:
