@@ -222,6 +222,21 @@ class EvaluationConfig(Section):
     timeout_s: Positive = 1800.0
 
 
+class ObservabilityConfig(Section):
+    telemetry: bool = True
+    """Let every actor tell once a second what it does: for `areal-ray status`, the report's timeline,
+    traces, and the metrics in Ray's dashboard."""
+    live_report: bool = True
+    """Serve the run's report, as it is by then, at a local address while the run goes on."""
+    trackers: tuple[str, ...] = ()
+    """Where metrics go besides `metrics.jsonl`: `tensorboard`, `wandb`, `mlflow`, or `file.py:name`
+    of your own `Tracker`."""
+    project: str = "areal_ray"
+    """The project (Weights & Biases) or experiment (MLflow) that the run belongs to."""
+    trace_s: NotNegative = 60.0
+    """How much of the run's end is kept as a trace, in `trace.json`."""
+
+
 class Config(Section):
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
     """What the run is called; its files go to `<runs_dir>/<name>`."""
@@ -244,6 +259,7 @@ class Config(Section):
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    observability: ObservabilityConfig = ObservabilityConfig()
 
     @property
     def sampling(self) -> Sampling:

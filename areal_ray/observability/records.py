@@ -45,6 +45,16 @@ class StepRecord(msgspec.Struct, frozen=True, tag="step", tag_field="kind"):
     entropy: float | None = None
     value_loss: float | None = None
     mismatch: MismatchDiagnostics | None = None
+    at: float = 0.0
+    """When it was written down, in seconds since the epoch."""
+    staleness_tokens: list[int] = []
+    """How many tokens of the step were 0, 1, 2 ... versions old."""
+    staleness_samples: list[int] = []
+    """The same for samples, by their oldest token."""
+    queue_bytes: int = 0
+    commit_s: float | None = None
+    """From the first engine's commit to the last's, pauses included."""
+    update_attempts: int | None = None
 
 
 class EvaluationRecord(msgspec.Struct, frozen=True, tag="evaluation", tag_field="kind"):
@@ -55,6 +65,7 @@ class EvaluationRecord(msgspec.Struct, frozen=True, tag="evaluation", tag_field=
     seconds: float
     prompts: int
     reward: float
+    at: float = 0.0
 
 
 Record = StepRecord | EvaluationRecord
