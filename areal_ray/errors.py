@@ -126,6 +126,10 @@ class TooManyFailures(ArealRayError):
     """The error budget for rollouts is used up; the first failure is the cause."""
 
 
+REFUSALS = (CheckpointError, ConfigError, DataError, ModelError, PluginError)
+"""What a user asked for can't be had: raised before anything starts."""
+
+
 def root_cause(error: BaseException) -> BaseException:
     """What really happened, under the wrappings that remote calls and groups put around it."""
     while True:

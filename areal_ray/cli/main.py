@@ -1,106 +1,61 @@
 """The `areal-ray` command.
 
-Exit codes: 0 done, 1 failed, 2 refused (bad command line or config), 130 or 143 stopped by a
-signal, with the model saved.
+Each command is a module here with an `add`, which makes it known to the parser. Exit codes: 0 done,
+1 failed, 2 refused (bad command line or config), 130 or 143 stopped by a signal.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-import traceback
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from areal_ray import __version__
-from areal_ray.checkpoints import LATEST
-from areal_ray.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    ModelError,
-    PluginError,
-    described,
-)
+from areal_ray.cli import train
+from areal_ray.cli.command import refuse
+from areal_ray.errors import REFUSALS, ArealRayError, described
 
-if TYPE_CHECKING:
-    from areal_ray.config import Config
-
-REFUSALS = (CheckpointError, ConfigError, DataError, ModelError, PluginError)
+COMMANDS = (train,)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = _parser()
-    options, rest = parser.parse_known_args(arguments)
-    # argparse takes no positional arguments behind an option: `train a.yaml --resume steps=50`.
-    if unknown := [one for one in rest if one.startswith("-")]:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    options.overrides += rest
-    return options.command(options)
+    parser = make_parser()
+    options = _parsed(parser, arguments)
+    try:
+        return options.command(options)
+    except REFUSALS as error:
+        return refuse(error)
+    except ArealRayError as error:
+        print(f"areal-ray: {described(error)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output wants no more of it; nor must the interpreter's last flush fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="areal-ray",
         description="Asynchronous reinforcement learning of language models on Ray.",
+        epilog="`areal-ray COMMAND --help` tells more, with examples.",
     )
     parser.add_argument("--version", action="version", version=f"areal-ray {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    train = commands.add_parser(
-        "train",
-        help="train a model as a config says",
-        description="Train a model. Joins the cluster at RAY_ADDRESS, or starts a local one.",
-        epilog="example: areal-ray train examples/arithmetic.yaml steps=50 trainer.lr=1e-4",
-    )
-    train.add_argument("config", metavar="CONFIG", help="a YAML file")
-    train.add_argument(
-        "overrides", metavar="key=value", nargs="*", help="change a key of the config"
-    )
-    resuming = train.add_mutually_exclusive_group()
-    resuming.add_argument(
-        "--resume",
-        action="store_const",
-        const=LATEST,
-        help="go on from the last whole checkpoint of the runs of this name",
-    )
-    resuming.add_argument(
-        "--resume-from", metavar="DIR", dest="resume", help="go on from this checkpoint"
-    )
-    train.set_defaults(command=_train)
+    for module in COMMANDS:
+        module.add(commands)
     return parser
 
 
-def _train(options: argparse.Namespace) -> int:
-    from areal_ray.config import check
-    from areal_ray.config_file import load
-
-    try:
-        config = load(options.config, options.overrides)
-        check(config)
-    except ConfigError as error:
-        return refuse(error)
-    return train_and_report(config, resume=options.resume)
-
-
-def train_and_report(config: Config, *, resume: str | None = None) -> int:
-    """Train, say on the last screen how it ended, and return the exit code."""
-    from areal_ray.run import train
-
-    try:
-        result = train(config, resume=resume)
-    except REFUSALS as error:
-        return refuse(error)
-    except KeyboardInterrupt as stopped:
-        print(f"areal-ray: {stopped}", file=sys.stderr)
-        return 130
-    except Exception as error:  # noqa: BLE001 - whatever it was, it ends on the last screen
-        traceback.print_exc()
-        print(f"\nareal-ray: the run failed: {described(error)}", file=sys.stderr)
-        return 1
-    print(result.summary())
-    return result.exit_code
-
-
-def refuse(error: Exception) -> int:
-    print(f"areal-ray: {error}", file=sys.stderr)
-    return 2
+def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """argparse takes no positional arguments behind an option: `train a.yaml --resume steps=50`."""
+    options, rest = parser.parse_known_args(arguments)
+    takes_more = hasattr(options, "overrides")
+    if unknown := [one for one in rest if one.startswith("-") or not takes_more]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if takes_more:
+        options.overrides += rest
+    return options
