@@ -12,7 +12,6 @@ that comes back meanwhile gets the trainer's weights, and answers with those.)
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import TYPE_CHECKING, Literal
 
 from areal_ray import logs
@@ -20,8 +19,9 @@ from areal_ray.checkpoints import Checkpoint
 from areal_ray.config import Config
 from areal_ray.deadlines import within
 from areal_ray.errors import CheckpointError, QueueClosed, TrainerLost, described
-from areal_ray.observability.records import EvaluationRecord, StepRecord
+from areal_ray.observability.records import EvaluationRecord
 from areal_ray.observability.run_files import RunFiles
+from areal_ray.observability.step_recorder import StepRecorder
 from areal_ray.observability.terminal import View
 from areal_ray.stopping import StopSignals
 from areal_ray.tasks import guarded
@@ -59,9 +59,8 @@ class Session:
         self._stop = stop
         before = files.records() if resumed is not None else []
         spent_s = max((record.seconds for record in before), default=0.0)
-        self._began = time.monotonic() - spent_s
-        self._recorded = time.monotonic()
-        self._tokens_recorded = 0 if resumed is None else resumed.book().generated_tokens
+        tokens = 0 if resumed is None else resumed.book().generated_tokens
+        self._recorder = StepRecorder(spent_s=spent_s, tokens=tokens)
         self._evaluation: asyncio.Task[EvaluationRecord] | None = None
         self._saving: asyncio.Task[None] | None = None
         # A checkpoint of another run is none that this one could be recovered from.
@@ -251,7 +250,7 @@ class Session:
         record = EvaluationRecord(
             step=step,
             version=evaluation.version,
-            seconds=time.monotonic() - self._began,
+            seconds=self._recorder.seconds,
             prompts=evaluation.prompts,
             reward=evaluation.mean_reward,
         )
@@ -262,41 +261,7 @@ class Session:
 
     async def _record(self, report: TrainReport, update: UpdateReport | None) -> None:
         rollout, waiting = await self._crew.status()
-        loops = rollout.loops | {"queue": waiting.loop, "trainer": report.loop}
-        if update is not None:
-            loops["manager"] = update.loop
-        now = time.monotonic()
-        generated = rollout.generated_tokens - self._tokens_recorded
-        record = StepRecord(
-            step=report.step,
-            version=self._served,
-            seconds=now - self._began,
-            reward=report.mean_reward,
-            response_tokens=report.mean_response_tokens,
-            tokens_per_s=generated / (now - self._recorded),
-            staleness_mean=report.mean_staleness,
-            staleness_max=report.max_staleness,
-            queue_groups=waiting.waiting_groups,
-            groups_failed=rollout.ledger.failed,
-            groups_expired=rollout.ledger.expired,
-            groups_filtered=rollout.ledger.filtered,
-            engines=sum(engine.state == "serving" for engine in rollout.engines),
-            loop_lag_p99_ms={who: round(loop.p99_ms, 2) for who, loop in loops.items()},
-            waited_s=report.waited_s,
-            train_s=report.metrics.seconds,
-            staged_s=None if update is None else update.outcome.staged_s,
-            pause_s=None if update is None else update.outcome.longest_pause_s,
-            loss=report.metrics.loss,
-            grad_norm=report.metrics.grad_norm,
-            lr=report.metrics.lr,
-            clipped=report.metrics.clipped,
-            kl_to_behaviour=report.metrics.kl_to_behaviour,
-            kl_to_reference=report.metrics.kl_to_reference,
-            entropy=report.metrics.entropy,
-            value_loss=report.metrics.value_loss,
-            mismatch=report.metrics.mismatch,
-        )
-        self._recorded, self._tokens_recorded = now, rollout.generated_tokens
+        record = self._recorder.record(report, update, rollout, waiting, served=self._served)
         self._files.record(record)
         self._view.step(record)
 
