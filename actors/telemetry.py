@@ -1,0 +1,150 @@
+"""The part of an actor that tells how it does: once a second, to the run's monitor.
+
+It owns the actor's loop timer, its flight recorder and its activity meter. Nothing depends on what
+it tells: where the monitor is away, that is logged once, events and records are kept until somebody
+hears them, and the actor goes on. Without a monitor it only measures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Literal
+
+import ray
+from ray.actor import ActorHandle
+
+from areal_ray import logs
+from areal_ray.deadlines import within
+from areal_ray.errors import described
+from areal_ray.observability.activity import ActivityMeter
+from areal_ray.observability.actor_report import ActorReport, Facts, SpansWanted
+from areal_ray.observability.loop_health import LoopHealth, LoopReport
+from areal_ray.observability.records import Record
+from areal_ray.observability.spans import SpanRecorder
+from areal_ray.observability.timeline import EventRecord
+
+TELL_EVERY_S = 1.0
+TELL_TIMEOUT_S = 10.0
+LAST_WORD_TIMEOUT_S = 2.0
+MAX_UNTOLD = 1000
+"""Events and records that are kept, each, while nobody hears them."""
+
+
+@dataclass(frozen=True)
+class MonitorAddress:
+    """Where the run's monitor is found: by its name, so that one who was restarted finds it too."""
+
+    name: str
+    namespace: str
+
+
+class Telemetry:
+    def __init__(
+        self,
+        who: str,
+        *,
+        monitor: MonitorAddress | None,
+        facts: Callable[[], Facts],
+        shown: Callable[[], str],
+        meter: ActivityMeter | None = None,
+        devices: int = 0,
+    ) -> None:
+        """`facts` and `shown` are asked for each report; `devices`: GPUs that this actor uses."""
+        self._who = who
+        self._address = monitor
+        self._facts = facts
+        self._shown = shown
+        self._devices = devices
+        self._process = uuid.uuid4().hex
+        self._health = LoopHealth(who=who)
+        self._monitor: ActorHandle | None = None
+        self._events: list[EventRecord] = []
+        self._records: list[Record] = []
+        self._telling: asyncio.Task[None] | None = None
+        self._is_troubled = False
+        self.meter = meter
+        self.spans = SpanRecorder()
+
+    def start(self) -> None:
+        """Once, on the running loop."""
+        self._health.start()
+        if self._address is not None:
+            self._telling = asyncio.create_task(self._tell_for_ever())
+
+    def loop(self) -> LoopReport:
+        return self._health.report()
+
+    def span(self, name: str, detail: str = "") -> AbstractContextManager[None]:
+        return self.spans.span(name, detail)
+
+    def event(self, level: Literal["info", "warning", "error"], text: str, who: str = "") -> None:
+        """`who`: if it happened to somebody else."""
+        if self._address is not None and len(self._events) < MAX_UNTOLD:
+            self._events.append(EventRecord(time.time(), who or self._who, level, text))
+
+    def record(self, record: Record) -> None:
+        if self._address is not None and len(self._records) < MAX_UNTOLD:
+            self._records.append(record)
+
+    async def close(self) -> None:
+        """With a last word, if somebody hears it."""
+        self._health.close()
+        telling, self._telling = self._telling, None
+        if telling is not None:
+            telling.cancel()
+            await asyncio.gather(telling, return_exceptions=True)
+            try:
+                await self._tell(LAST_WORD_TIMEOUT_S)
+            except Exception as error:  # noqa: BLE001 - what ends must end, heard or not
+                logs.debug("{}: its last word was not heard: {}", self._who, described(error))
+
+    async def _tell_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(TELL_EVERY_S)
+            try:
+                wanted = await self._tell(TELL_TIMEOUT_S)
+                if wanted is not None:
+                    await self._tell(TELL_TIMEOUT_S, spans_since=wanted.since)
+                self._is_troubled = False
+            except Exception as error:  # noqa: BLE001 - what watches outlives what it meets
+                self._monitor = None
+                if not self._is_troubled:
+                    logs.warning("{} is not heard by the monitor: {}", self._who, described(error))
+                self._is_troubled = True
+
+    async def _tell(
+        self, timeout_s: float, *, spans_since: float | None = None
+    ) -> SpansWanted | None:
+        if self._monitor is None:
+            address = self._address
+            self._monitor = await asyncio.to_thread(ray.get_actor, address.name, address.namespace)
+        report = self._report(spans_since)
+        wanted = await within(
+            timeout_s, self._monitor.hear.remote(report), who="the monitor", doing="listening"
+        )
+        del self._events[: len(report.events)]
+        del self._records[: len(report.records)]
+        return wanted
+
+    def _report(self, spans_since: float | None) -> ActorReport:
+        loop = self._health.report()
+        return ActorReport(
+            who=self._who,
+            shown=self._shown(),
+            process=self._process,
+            at=time.time(),
+            facts=self._facts(),
+            loop_p99_ms=loop.p99_ms,
+            loop_worst_ms=loop.worst_ms,
+            activity=self.meter.totals if self.meter is not None else {},
+            devices=self._devices,
+            timings=self.spans.timings,
+            events=list(self._events),
+            records=list(self._records),
+            spans=None if spans_since is None else self.spans.since(spans_since),
+        )
