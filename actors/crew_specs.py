@@ -13,6 +13,7 @@ from areal_ray.actors.rollout_worker import WorkerSpec
 from areal_ray.algorithms import Algorithm
 from areal_ray.config import Config, RolloutConfig
 from areal_ray.generation.engine import EngineSpec
+from areal_ray.generation.sizing import samples_at_once
 from areal_ray.plugins import pack
 from areal_ray.training.spec import TrainerSpec
 from areal_ray.types import Prompt
@@ -45,7 +46,6 @@ def engine_name(index: int) -> str:
 
 def engine_spec(config: Config, index: int, model_path: str) -> EngineSpec:
     generation = config.generation
-    samples_in_flight = config.rollout.max_concurrent_groups * config.rollout.samples
     return EngineSpec(
         name=engine_name(index),
         model_path=model_path,
@@ -53,7 +53,7 @@ def engine_spec(config: Config, index: int, model_path: str) -> EngineSpec:
         device=config.device,
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_new_tokens=generation.max_new_tokens,
-        max_samples=min(1024, -(-samples_in_flight // generation.engines)),
+        max_samples=samples_at_once(config),
         tensor_parallel=generation.tensor_parallel,
         kv_cache_gib=generation.kv_cache_gib,
         gpu_memory=generation.gpu_memory,

@@ -20,6 +20,13 @@ import numpy as np
 from areal_ray.changes import Changes
 from areal_ray.errors import EngineError, EngineNotServing, described
 from areal_ray.generation.engine import CommitReport, EngineSpec
+from areal_ray.generation.sizing import (
+    GIB,
+    cpu_kv_cache_bytes,
+    kv_token_bytes,
+    longest_of,
+    longest_sequence,
+)
 from areal_ray.generation.streaming import StreamedSample
 from areal_ray.generation.weight_switch import WeightSwitch
 from areal_ray.lifeline import claim_ownership
@@ -30,7 +37,7 @@ from areal_ray.types import (
     Sampling,
     WeightVersion,
 )
-from areal_ray.weights.update import DTYPE_BYTES, STAGING_KEY
+from areal_ray.weights.update import STAGING_KEY
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -40,7 +47,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-GIB = 2**30
 
 LIVENESS_POLL_S = 0.1
 RESTORE_TIMEOUT_S = 25.0
@@ -344,15 +350,16 @@ def _on_cpu(spec: EngineSpec) -> bool:
 
 
 def _max_model_len(spec: EngineSpec, model: PretrainedConfig) -> int:
-    """Room for the longest prompt and answer, if the model has it; an answer must fit at least."""
-    wanted = spec.max_prompt_tokens + spec.max_new_tokens
-    limit = getattr(model, "max_position_embeddings", None) or wanted
-    if spec.max_new_tokens >= limit:
+    """An answer must fit at least."""
+    limit = longest_of(model)
+    if limit is not None and spec.max_new_tokens >= limit:
         raise EngineError(
             f"generation.max_new_tokens: expected less than {limit}, which is all that "
             f"{spec.model_path} can hold, got {spec.max_new_tokens}"
         )
-    return min(wanted, limit)
+    return longest_sequence(
+        model, max_prompt_tokens=spec.max_prompt_tokens, max_new_tokens=spec.max_new_tokens
+    )
 
 
 def _kv_cache_bytes(spec: EngineSpec, model: PretrainedConfig, max_model_len: int) -> int | None:
@@ -361,10 +368,8 @@ def _kv_cache_bytes(spec: EngineSpec, model: PretrainedConfig, max_model_len: in
         return int(spec.kv_cache_gib * GIB)
     if not _on_cpu(spec):
         return None
-    head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-    heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
-    token_bytes = 2 * model.num_hidden_layers * heads * head_dim * DTYPE_BYTES[spec.dtype]
-    return min(max(token_bytes * max_model_len * spec.max_samples, GIB // 16), GIB)
+    token_bytes = kv_token_bytes(model, spec.dtype)
+    return cpu_kv_cache_bytes(token_bytes, max_model_len, spec.max_samples)
 
 
 def _seed(sampling: Sampling, what: str) -> int | None:
