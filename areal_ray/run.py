@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import inspect
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -35,6 +35,8 @@ from areal_ray.data.source import as_prompts, refuse_without_answers
 from areal_ray.errors import ConfigError, ModelError, PluginError, described, root_cause
 from areal_ray.observability.run_files import RunFiles, latest_checkpoint
 from areal_ray.observability.terminal import View, open_view
+from areal_ray.observability.trackers import load_trackers
+from areal_ray.observability.tracking import Tracker
 from areal_ray.placement import Cluster, connect, plan, reserve
 from areal_ray.plugins import load_function, pack
 from areal_ray.rewards import Reward
@@ -73,6 +75,7 @@ def train(
     held_out: Iterable[Prompt] | None = None,
     reward: Reward | None = None,
     workflow: Workflow | None = None,
+    trackers: Sequence[Tracker] = (),
     resume: str | None = None,
 ) -> RunResult:
     """Train to the end, from a script. See `Run`."""
@@ -82,6 +85,7 @@ def train(
         held_out=held_out,
         reward=reward,
         workflow=workflow,
+        trackers=trackers,
         resume=resume,
     )
     try:
@@ -101,10 +105,11 @@ class Run:
         held_out: Iterable[Prompt] | None = None,
         reward: Reward | None = None,
         workflow: Workflow | None = None,
+        trackers: Sequence[Tracker] = (),
         resume: str | None = None,
     ) -> None:
-        """`resume`: a checkpoint's directory, or `latest` for the last whole one of all runs with
-        this config's name."""
+        """`trackers`: besides those that the config names. `resume`: a checkpoint's directory, or
+        `latest` for the last whole one of all runs with this config's name."""
         # Once more by the strict way: a config made in Python has not gone through it.
         config = from_mapping(msgspec.to_builtins(config))
         check(config, held_out_given=held_out is not None)
@@ -123,13 +128,14 @@ class Run:
         self._workflow = workflow or load_workflow(config.rollout.workflow)
         self._filter = load_filter(config.rollout.filter)
         self._make_model = _model_factory(config)
+        self._trackers = load_trackers(config.observability.trackers, trackers)
         self._resumed = _checkpoint(config, resume)
         # Looked up now, so that an unknown name is told before anything starts.
         Algorithm.of(config.algorithm)
 
     async def train(self) -> RunResult:
         """Train to the end, the goal, or the first Ctrl-C; raises what made it fail."""
-        files = await asyncio.to_thread(RunFiles, self._config, self._resumed)
+        files = await asyncio.to_thread(RunFiles, self._config, self._resumed, self._trackers)
         view = open_view(files.directory.name, self._config.steps)
         try:
             with StopSignals() as stop:
@@ -142,7 +148,8 @@ class Run:
                 raise
             raise cause from error
         view.close()
-        await asyncio.to_thread(files.close)
+        stopped = StopRequested() if result.ended == "stopped" else None
+        await asyncio.to_thread(files.close, stopped)
         return result
 
     async def _train(self, files: RunFiles, view: View, stop: StopSignals) -> RunResult:
@@ -186,6 +193,7 @@ class Run:
         # Once more, now that the device is known.
         check(config, held_out_given=bool(self._held_out))
         await asyncio.to_thread(files.save_config, config)
+        files.open_trackers(config)
         seats = await reserve(plan(config, device=cluster.device))
         ending.push_async_callback(asyncio.to_thread, seats.release)
         task = Task(
@@ -219,7 +227,7 @@ class Run:
 async def _close_after(files: RunFiles, error: BaseException) -> None:
     """What goes wrong while the files are closed must not hide what went wrong before."""
     try:
-        await asyncio.to_thread(files.close)
+        await asyncio.to_thread(files.close, error)
     except Exception as late:  # noqa: BLE001 - told with the error that came first
         error.add_note(f"The run's files could not be closed: {described(late)}")
 

@@ -7,12 +7,14 @@ rollout.journal what has become of each group (the controller writes it, and goe
 checkpoints/    what a run can go on from
 model/          the exported model
 reward.png      the reward curve
+wandb.id, mlflow.id   what the run is called there, if it is tracked there
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -24,12 +26,19 @@ from areal_ray.errors import CheckpointError, ConfigError
 from areal_ray.observability.curve import draw_curve, read_metrics
 from areal_ray.observability.jsonl import JsonlWriter, keep_until
 from areal_ray.observability.records import Record
+from areal_ray.observability.trackers import TrackerThread, tell_all_unwritten
+from areal_ray.observability.tracking import NamedTracker, TrackedRun
 
 CONFIG = "config.yaml"
 
 
 class RunFiles:
-    def __init__(self, config: Config, resumed: Checkpoint | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        resumed: Checkpoint | None = None,
+        trackers: Sequence[NamedTracker] = (),
+    ) -> None:
         """Make a directory of the run's own: a name that is taken gets a number. A run that is
         resumed from a checkpoint of its own goes on in its directory, where all that came after
         it is taken back."""
@@ -44,8 +53,10 @@ class RunFiles:
                 self.directory = _first_free(wanted)
             except OSError as error:
                 raise ConfigError(f"runs_dir: {wanted} can't be made: {error.strerror}") from error
-        self._title = self.directory.name
+        self._resumed_step = None if own is None else resumed.step
         self._metrics: JsonlWriter[Record] = JsonlWriter(self.metrics_path)
+        self._trackers = trackers
+        self._tracked_by: list[TrackerThread] = []
 
     @property
     def metrics_path(self) -> Path:
@@ -64,17 +75,32 @@ class RunFiles:
         """All that a run which is resumed has written down before."""
         return read_metrics(self.metrics_path)
 
+    def open_trackers(self, config: Config) -> None:
+        """`config`: as resolved. Before the first record."""
+        run = TrackedRun(self.directory.name, self.directory, config, self._resumed_step)
+        self._tracked_by = [TrackerThread(named, run) for named in self._trackers]
+
     def record(self, record: Record) -> None:
+        """From any task or thread: it only hands the record over."""
         self._metrics.write(record)
+        for tracker in self._tracked_by:
+            tracker.log(record)
 
     def save_config(self, config: Config) -> None:
         (self.directory / CONFIG).write_text(to_yaml(config), encoding="utf-8")
 
-    def close(self) -> None:
-        """Write all that is left, and draw the curve. Blocks: call it off the event loop."""
-        self._metrics.close()
-        if self.metrics_path.stat().st_size:
-            draw_curve(self.metrics_path, self.directory / "reward.png", title=self._title)
+    def close(self, error: BaseException | None = None) -> None:
+        """Write all that is left, and draw the curve. `error`: what ended the run before its end.
+        Blocks: call it off the event loop."""
+        for tracker in self._tracked_by:
+            tracker.end(error)
+        try:
+            self._metrics.close()
+            if self.metrics_path.stat().st_size:
+                picture = self.directory / "reward.png"
+                draw_curve(self.metrics_path, picture, title=self.directory.name)
+        finally:
+            tell_all_unwritten(self._tracked_by)
 
 
 def latest_checkpoint(config: Config) -> Checkpoint:
@@ -89,6 +115,14 @@ def latest_checkpoint(config: Config) -> Checkpoint:
             "whole checkpoint"
         )
     return max(found, key=lambda one: (one.directory / MANIFEST).stat().st_mtime_ns)
+
+
+def take_over(directory: Path, config: Config) -> Checkpoint:
+    """A copy of a checkpoint that lies elsewhere, as if the last run of this name had written it:
+    so that it goes on from there in its own directory, whatever it had done."""
+    runs = _runs_of(config) or [config.run_dir.resolve()]
+    last = max(runs, key=lambda run: (len(run.name), run.name))
+    return CheckpointStore(last / CHECKPOINTS, keep=config.checkpoint.keep).take_over(directory)
 
 
 def _run_of(checkpoint: Checkpoint, config: Config) -> Path | None:
