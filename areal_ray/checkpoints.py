@@ -121,6 +121,18 @@ class CheckpointStore:
         self._remove_old()
         return Checkpoint(whole, manifest)
 
+    def take_over(self, directory: Path) -> Checkpoint:
+        """A copy of one that lies elsewhere, in the place of what there is of its step."""
+        step = open_checkpoint(directory).step
+        partial, whole = self.begin(step), self._directory / f"{PREFIX}{step:08d}"
+        try:
+            shutil.copytree(directory, partial, dirs_exist_ok=True)
+            shutil.rmtree(whole, ignore_errors=True)
+            os.replace(partial, whole)
+        except OSError as error:
+            raise CheckpointError(f"{directory} can't be copied to {whole}: {error}") from error
+        return open_checkpoint(whole)
+
     def give_up(self, step: int) -> None:
         """Some part could not be written."""
         shutil.rmtree(self._partial(step), ignore_errors=True)

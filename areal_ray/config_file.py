@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -35,7 +35,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         _apply_override(raw, override)
     config = from_mapping(raw)
-    return _with_paths_from(config, path.parent.resolve())
+    return with_paths_from(config, path.parent.resolve())
 
 
 def from_mapping(raw: Raw) -> Config:
@@ -44,6 +44,14 @@ def from_mapping(raw: Raw) -> Config:
     if problems:
         raise ConfigError("\n".join(problems))
     return msgspec.convert(raw, Config)
+
+
+def with_values(config: Config, values: Mapping[str, object]) -> Config:
+    """The same with other values for some keys, each by its path; as strict as a file."""
+    raw = msgspec.to_builtins(config)
+    for key, value in values.items():
+        _set(raw, key, value)
+    return from_mapping(raw)
 
 
 def to_yaml(config: Config) -> str:
@@ -86,6 +94,10 @@ def _apply_override(raw: Raw, override: str) -> None:
     key, equals, value = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"{override}: expected an override of the form key=value")
+    _set(raw, key, _parse_yaml(value, where=f"override {key}"))
+
+
+def _set(raw: Raw, key: str, value: object) -> None:
     *parents, leaf = key.split(".")
     target = raw
     for parent in parents:
@@ -93,7 +105,7 @@ def _apply_override(raw: Raw, override: str) -> None:
         if not isinstance(inner, dict):
             raise ConfigError(f"{key}: `{parent}` holds a value, not a section")
         target = inner
-    target[leaf] = _parse_yaml(value, where=f"override {key}")
+    target[leaf] = value
 
 
 def _problems(raw: Raw, section: type[Section], *, at: str) -> Iterator[str]:
@@ -194,8 +206,8 @@ def _shown(value: object) -> str:
     return str(value)
 
 
-def _with_paths_from(config: Config, base: Path) -> Config:
-    """Make the files that a config names relative to the config's own folder."""
+def with_paths_from(config: Config, base: Path) -> Config:
+    """Make the files that a config names relative to `base`, such as the config's own folder."""
 
     def anchored(spec: str | None) -> str | None:
         if spec is None:

@@ -37,7 +37,8 @@ from areal_ray.observability.run_files import RunFiles, latest_checkpoint
 from areal_ray.observability.terminal import View, open_view
 from areal_ray.observability.trackers import load_trackers
 from areal_ray.observability.tracking import Tracker
-from areal_ray.placement import Cluster, connect, plan, reserve
+from areal_ray.oversight import Overseer
+from areal_ray.placement import Cluster, adopt, connect, plan, reserve
 from areal_ray.plugins import load_function, pack
 from areal_ray.rewards import Reward
 from areal_ray.session import Ending, Session
@@ -133,13 +134,22 @@ class Run:
         # Looked up now, so that an unknown name is told before anything starts.
         Algorithm.of(config.algorithm)
 
-    async def train(self) -> RunResult:
+    @property
+    def prompts(self) -> Sequence[Prompt]:
+        return self._prompts
+
+    @property
+    def held_out(self) -> Sequence[Prompt]:
+        """What each evaluation uses."""
+        return self._held_out
+
+    async def train(self, *, overseer: Overseer | None = None) -> RunResult:
         """Train to the end, the goal, or the first Ctrl-C; raises what made it fail."""
         files = await asyncio.to_thread(RunFiles, self._config, self._resumed, self._trackers)
         view = open_view(files.directory.name, self._config.steps)
         try:
             with StopSignals() as stop:
-                result = await self._train(files, view, stop)
+                result = await self._train(files, view, stop, overseer)
         except BaseException as error:
             view.close()
             await _close_after(files, error)
@@ -152,13 +162,25 @@ class Run:
         await asyncio.to_thread(files.close, stopped)
         return result
 
-    async def _train(self, files: RunFiles, view: View, stop: StopSignals) -> RunResult:
+    async def _train(
+        self, files: RunFiles, view: View, stop: StopSignals, overseer: Overseer | None
+    ) -> RunResult:
         async with contextlib.AsyncExitStack() as ending:
             try:
                 crew, config = await stop.race(self._begin(files, view, ending))
                 session = await asyncio.to_thread(
-                    Session, config, crew, files, view, self._held_out, stop, self._resumed
+                    Session,
+                    config,
+                    crew,
+                    files,
+                    view,
+                    self._held_out,
+                    stop,
+                    self._resumed,
+                    overseer,
                 )
+                if overseer is not None:
+                    overseer.began(session)
                 ended = await session.run()
             except StopRequested:
                 return _stopped(files, stop, steps=0)
@@ -194,7 +216,8 @@ class Run:
         check(config, held_out_given=bool(self._held_out))
         await asyncio.to_thread(files.save_config, config)
         files.open_trackers(config)
-        seats = await reserve(plan(config, device=cluster.device))
+        needed = plan(config, device=cluster.device)
+        seats = await asyncio.to_thread(adopt, needed) or await reserve(needed)
         ending.push_async_callback(asyncio.to_thread, seats.release)
         task = Task(
             prompts=self._prompts,

@@ -12,6 +12,7 @@ that comes back meanwhile gets the trainer's weights, and answers with those.)
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from areal_ray import logs
@@ -19,10 +20,11 @@ from areal_ray.checkpoints import Checkpoint
 from areal_ray.config import Config
 from areal_ray.deadlines import within
 from areal_ray.errors import CheckpointError, QueueClosed, TrainerLost, described
-from areal_ray.observability.records import EvaluationRecord
+from areal_ray.observability.records import EvaluationRecord, StepRecord
 from areal_ray.observability.run_files import RunFiles
 from areal_ray.observability.step_recorder import StepRecorder
 from areal_ray.observability.terminal import View
+from areal_ray.oversight import Overseer
 from areal_ray.stopping import StopSignals
 from areal_ray.tasks import guarded
 from areal_ray.types import Prompt
@@ -50,6 +52,7 @@ class Session:
         held_out: list[Prompt],
         stop: StopSignals,
         resumed: Checkpoint | None = None,
+        overseer: Overseer | None = None,
     ) -> None:
         self._config = config
         self._crew = crew
@@ -57,6 +60,7 @@ class Session:
         self._view = view
         self._held_out = held_out
         self._stop = stop
+        self._overseer = overseer
         before = files.records() if resumed is not None else []
         spent_s = max((record.seconds for record in before), default=0.0)
         tokens = 0 if resumed is None else resumed.book().generated_tokens
@@ -73,6 +77,21 @@ class Session:
         self._recoveries = 0
         self.steps = 0 if resumed is None else resumed.step
         self.evaluations = [one for one in before if isinstance(one, EvaluationRecord)]
+        steps = [one for one in before if isinstance(one, StepRecord)]
+        self.last_step = steps[-1] if steps else None
+
+    @property
+    def directory(self) -> Path:
+        return self._files.directory
+
+    @property
+    def is_evaluated(self) -> bool:
+        return bool(self._held_out)
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the last checkpoint is of the last step, if only as a copy in memory so far."""
+        return self._saved_step == self.steps
 
     async def run(self) -> Ending:
         """Learn until the end; whatever the control plane finds wrong ends it at once."""
@@ -110,6 +129,18 @@ class Session:
             if isinstance(outcome, BaseException):
                 raise outcome
 
+    async def save(self) -> None:
+        """Write a checkpoint of this moment between two steps, and wait until it is whole."""
+        if self._served != self._version:
+            # Only what is served can be saved, and an evaluation keeps the engines from it.
+            if self._evaluation is not None:
+                await asyncio.wait({self._evaluation})
+            await self._update()
+        await self._checkpoint()
+        await self._until_saved()
+        if not self.is_saved:
+            raise CheckpointError(f"the checkpoint of step {self.steps} could not be written")
+
     async def _last_evaluation(self, ended: Ending) -> None:
         if ended == "stopped":
             await self._end_evaluation(cancel=True)
@@ -138,6 +169,8 @@ class Session:
                 return "stopped"
             if config.evaluation.every and self.steps % config.evaluation.every == 0:
                 self._begin_evaluation()
+            if self._overseer is not None and self.steps < config.steps:
+                await self._overseer.after_step(self)
         return "all steps done"
 
     async def _step(self) -> float | None:
@@ -262,6 +295,7 @@ class Session:
     async def _record(self, report: TrainReport, update: UpdateReport | None) -> None:
         rollout, waiting = await self._crew.status()
         record = self._recorder.record(report, update, rollout, waiting, served=self._served)
+        self.last_step = record
         self._files.record(record)
         self._view.step(record)
 

@@ -1,8 +1,8 @@
 """From a config to bundles, and from bundles to a reserved part of the cluster."""
 
-from areal_ray.placement.cluster import Cluster, connect
+from areal_ray.placement.cluster import Cluster, connect, device_of
 from areal_ray.placement.plan import Bundle, PlacementPlan, Seat, engine_plan, plan
-from areal_ray.placement.reservation import Reservation, Slot, reserve
+from areal_ray.placement.reservation import Reservation, Slot, adopt, reserve
 
 __all__ = [
     "Bundle",
@@ -11,7 +11,9 @@ __all__ = [
     "Reservation",
     "Seat",
     "Slot",
+    "adopt",
     "connect",
+    "device_of",
     "engine_plan",
     "plan",
     "reserve",

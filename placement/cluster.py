@@ -56,7 +56,7 @@ def connect(config: Config) -> Cluster:
     if not ray.is_initialized():
         started_here = _init(config)
     try:
-        device = _device(config)
+        device = device_of(config)
         _refuse_if_too_small(plan(config, device=device))
     except PlacementError:
         if started_here:
@@ -109,7 +109,8 @@ def _laptop_mode() -> Iterator[None]:
             os.environ[name] = outer
 
 
-def _device(config: Config) -> Literal["cpu", "cuda"]:
+def device_of(config: Config) -> Literal["cpu", "cuda"]:
+    """What the run computes on, in the cluster that this process has joined."""
     if config.device != "auto":
         return config.device
     return "cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"

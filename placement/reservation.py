@@ -6,7 +6,12 @@ import asyncio
 from dataclasses import dataclass
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_current_placement_group,
+    placement_group,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from areal_ray.errors import PlacementError
@@ -25,9 +30,12 @@ class Slot:
 
 
 class Reservation:
-    def __init__(self, plan: PlacementPlan, group: PlacementGroup) -> None:
+    def __init__(
+        self, plan: PlacementPlan, group: PlacementGroup, *, is_borrowed: bool = False
+    ) -> None:
         self._plan = plan
         self._group = group
+        self._is_borrowed = is_borrowed
 
     def slots(self, role: Role) -> list[Slot]:
         return [
@@ -42,7 +50,17 @@ class Reservation:
         ]
 
     def release(self) -> None:
-        remove_placement_group(self._group)
+        if not self._is_borrowed:
+            remove_placement_group(self._group)
+
+
+def adopt(plan: PlacementPlan) -> Reservation | None:
+    """The bundles that this process itself was started in, if they are those of the plan: whoever
+    reserved them (Ray Tune for a trial) did it for the run, and gives them back."""
+    group = get_current_placement_group()
+    if group is None or group.bundle_specs != [bundle.resources for bundle in plan.bundles]:
+        return None
+    return Reservation(plan, group, is_borrowed=True)
 
 
 async def reserve(plan: PlacementPlan) -> Reservation:
