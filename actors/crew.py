@@ -39,6 +39,7 @@ from areal_ray.actors.trainer import TrainerActor, TrainReport
 from areal_ray.actors.trainer_calls import TrainerCalls
 from areal_ray.actors.trainer_rank import TrainerRank
 from areal_ray.actors.trajectory_queue import QueueStatus, TrajectoryQueue
+from areal_ray.actors.try_outs import TryOuts
 from areal_ray.checkpoints import Checkpoint
 from areal_ray.config import Config
 from areal_ray.deadlines import within
@@ -145,6 +146,9 @@ class Crew:
             trainer=self.trainer,
             trainer_calls=self._trainer_calls,
         )
+        self.try_outs = TryOuts(
+            config, controller=self.controller, workers=self._workers, queue=self.queue
+        )
         # Last: Ray starts processes one after the other, and there may be many of these.
         for slot in seats.slots("engine"):
             self._make_engine(slot, None)
@@ -153,13 +157,18 @@ class Crew:
     def engines(self) -> dict[str, ActorHandle]:
         return {name: engine.handle for name, engine in self._engines.items()}
 
-    async def start(self, say: Callable[[str], None] = lambda _: None) -> None:
+    async def start(
+        self, say: Callable[[str], None] = lambda _: None, *, paused: bool = False
+    ) -> None:
         """Engines, workers and trainer side by side (the trainer with its supervised phase);
-        then the engines get its weights, and rollout begins. `say` hears what is done."""
+        then the engines get its weights, and rollout begins, unless it is `paused`. `say` hears
+        what is done."""
         self._prompts = await asyncio.to_thread(ray.put, self._task.prompts)
         if self._resumed is not None:
             await self.checkpointing.take_up_rollouts(self._resumed)
         await self._attach()
+        if paused:
+            await self.try_outs.pause()
         # A start that fails ends the wait for the others.
         watching = asyncio.ensure_future(self.watch())
         starting = asyncio.ensure_future(self._start(say))
@@ -225,6 +234,16 @@ class Crew:
                 self.controller.until_engines_settled.remote,
                 timeout_s=self._config.generation.startup_timeout_s,
             )
+
+    async def equip(self, task: Task) -> None:
+        """Go by this workflow, reward and filter from now on; rollout is paused meanwhile."""
+        await self.try_outs.equip(worker_spec(self._config, task, self._model_path))
+        self._task = task
+
+    async def restart_rollout(self) -> None:
+        """After an error that ended it: go on from the journal, paused if it was."""
+        await self.try_outs.end_controller()
+        await self._attach()
 
     async def status(self) -> tuple[RolloutStatus, QueueStatus]:
         return tuple(

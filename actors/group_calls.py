@@ -34,7 +34,7 @@ class GroupCalls:
 
     async def call(
         self,
-        method: Literal["roll_out", "evaluate"],
+        method: Literal["roll_out", "evaluate", "try_out", "ask"],
         group_id: int,
         prompt: Prompt,
         *,
@@ -42,7 +42,7 @@ class GroupCalls:
         sampling: Sampling,
         worker: str = "",
         engine: str = "",
-    ) -> GroupOutcome | GroupSummary:
+    ) -> GroupOutcome | GroupSummary | str:
         """Give a group to a worker and an engine, those that are named if they take work."""
         weight = samples * sampling.max_new_tokens
         async with (

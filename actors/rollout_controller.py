@@ -14,6 +14,7 @@ import gc
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import ray
@@ -271,6 +272,26 @@ class RolloutController:
         return Evaluation(
             version=version, prompts=len(rewards), mean_reward=sum(rewards) / len(rewards)
         )
+
+    async def try_out(
+        self, method: Literal["try_out", "ask"], prompt: Prompt, samples: int, sampling: Sampling
+    ) -> tuple[str, int]:
+        """A group for somebody who wants to see it, beside the rollouts. Returns the worker that
+        has it, and by which number."""
+        self._evaluated += 1
+        group_id = -self._evaluated
+        worker = await self._calls.call(
+            method, group_id, prompt, samples=samples, sampling=sampling
+        )
+        return worker, group_id
+
+    async def equip(self, worker_spec: WorkerSpec) -> None:
+        """A worker that is restarted gets these."""
+        self._worker_keeper.spec = worker_spec
+
+    async def until_death(self) -> None:
+        """Never returns: the call ends with the process, and so tells when that is gone."""
+        await asyncio.Event().wait()
 
     async def close(self) -> None:
         await self._tasks.close()

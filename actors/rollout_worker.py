@@ -9,7 +9,8 @@ kept until the queue has it, over a restart of the queue if need be.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -29,6 +30,7 @@ from areal_ray.observability.loop_health import LoopHealth, LoopReport
 from areal_ray.plugins import unpack
 from areal_ray.priority import step_aside
 from areal_ray.rewards import RewardPool
+from areal_ray.try_outs import Answers, TriedOut
 from areal_ray.types import (
     Completion,
     GenerationRequest,
@@ -36,6 +38,7 @@ from areal_ray.types import (
     GroupSummary,
     Prompt,
     Sampling,
+    TokenIds,
     TrajectoryGroup,
 )
 from areal_ray.workflows import RolloutContext, checked
@@ -115,6 +118,8 @@ class RolloutWorker:
         self._name = name
         self._running: dict[int, _Running] = {}
         self._equipment: _Equipment | None = None
+        self._tried_out: dict[int, TriedOut | Answers] = {}
+        """Until they are collected."""
         # One thread: it keeps the loop free, and a tokenizer must not be used by two at once.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._loop_health = LoopHealth(who=name)
@@ -164,6 +169,51 @@ class RolloutWorker:
         running = _Running(assignment, assignment.engine)
         return (await self._run(running)).summary()
 
+    async def try_out(self, assignment: Assignment) -> str:
+        """Run a group for somebody who wants to see it. It goes neither to the queue nor through
+        the controller: returns who has it, for `collect`."""
+        began = time.monotonic()
+        running = _Running(assignment, assignment.engine)
+        group = await self._run(running)
+        self._tried_out[group.group_id] = TriedOut(
+            group_id=group.group_id,
+            prompt=group.prompt,
+            trajectories=group.trajectories,
+            pieces=await self._pieces(t.response_ids for t in group.trajectories),
+            engine=running.engine,
+            seconds=time.monotonic() - began,
+        )
+        return self._name
+
+    async def ask(self, assignment: Assignment) -> str:
+        """The same for answers alone: no workflow, no reward."""
+        began = time.monotonic()
+        running = _Running(assignment, assignment.engine)
+        context = self._context(running)
+        prompt_ids = await context.encode(assignment.prompt)
+        completions = await context.generate(prompt_ids, n=assignment.samples)
+        self._tried_out[assignment.group_id] = Answers(
+            prompt=assignment.prompt,
+            completions=completions,
+            pieces=await self._pieces(completion.token_ids for completion in completions),
+            engine=running.engine,
+            seconds=time.monotonic() - began,
+        )
+        return self._name
+
+    async def collect(self, group_id: int) -> TriedOut | Answers:
+        return self._tried_out.pop(group_id)
+
+    async def equip(self, spec: WorkerSpec) -> None:
+        """Run episodes with this workflow, reward and filter, once those that run have ended."""
+        before = self._own
+        if running := [one.task for one in self._running.values() if one.task is not None]:
+            await asyncio.wait(running)
+        self._equipment = await self._in_thread(
+            lambda: _Equipment(spec, before.controller, before.offers)
+        )
+        await before.rewards.close()
+
     async def until_death(self) -> None:
         """Never returns: the call ends with the process, and so tells when that is gone."""
         await asyncio.Event().wait()
@@ -185,11 +235,18 @@ class RolloutWorker:
 
     async def _run(self, running: _Running) -> TrajectoryGroup:
         assignment = running.assignment
+        workflow = self._own.workflow
+        trajectories = checked(await workflow(assignment.prompt, self._context(running)))
+        return TrajectoryGroup(
+            group_id=assignment.group_id, prompt=assignment.prompt, trajectories=trajectories
+        )
 
+    def _context(self, running: _Running) -> RolloutContext:
         async def generate(request: GenerationRequest) -> list[Completion]:
             return await self._generate(running, request)
 
-        context = RolloutContext(
+        assignment = running.assignment
+        return RolloutContext(
             group_id=assignment.group_id,
             samples=assignment.samples,
             sampling=assignment.sampling,
@@ -197,10 +254,6 @@ class RolloutWorker:
             tokenizer=self._own.tokenizer,
             off_loop=self._in_thread,
             rewards=self._own.rewards,
-        )
-        trajectories = checked(await self._own.workflow(assignment.prompt, context))
-        return TrajectoryGroup(
-            group_id=assignment.group_id, prompt=assignment.prompt, trajectories=trajectories
         )
 
     async def _generate(self, running: _Running, request: GenerationRequest) -> list[Completion]:
@@ -236,6 +289,10 @@ class RolloutWorker:
         del self._running[group_id]
         if not task.cancelled():
             task.exception()  # looked at, even if the controller that asked is gone
+
+    async def _pieces(self, sequences: Iterable[TokenIds]) -> list[list[str]]:
+        tokenizer = self._own.tokenizer
+        return await self._in_thread(lambda: [tokenizer.pieces(ids) for ids in sequences])
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -201,6 +201,11 @@ class TrajectoryQueue:
             self._buffer.release(lease_id, lost)
             self._changed.notify()
 
+    async def discard(self) -> None:
+        """What waits here is not to be trained on: its prompts are drawn again."""
+        self._buffer.expire_waiting()
+        self._changed.notify()
+
     async def has_taken(self, group_id: int, *, withdraw: bool = False) -> str:
         """This incarnation, if an expected group is here by now, or was; else "", and `withdraw`
         refuses it from now on."""

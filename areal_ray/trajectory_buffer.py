@@ -197,6 +197,11 @@ class TrajectoryBuffer(Generic[Payload]):
         leased = self._leased.pop(lease_id, None)
         return [] if leased is None else leased.entries
 
+    def expire_waiting(self) -> None:
+        """None of those that wait is to be trained on."""
+        for group_id in list(self._waiting):
+            self._let_expire(group_id)
+
     def forget_expired(self, group_ids: Iterable[int]) -> None:
         """Their prompts are known to be drawn again."""
         for group_id in group_ids:

@@ -172,6 +172,11 @@ class TrajectoryGroup(msgspec.Struct, frozen=True):
             mean_reward=float(np.mean([t.reward for t in self.trajectories])),
         )
 
+    def _repr_html_(self) -> str:
+        from areal_ray.observability.html import group_html
+
+        return group_html(self)
+
 
 class GroupSummary(msgspec.Struct, frozen=True):
     """What the control plane knows of a group: everything but its arrays."""

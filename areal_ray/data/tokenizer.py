@@ -69,5 +69,9 @@ class PromptTokenizer:
             [token_ids.tolist() for token_ids in sequences], skip_special_tokens=True
         )
 
+    def pieces(self, token_ids: TokenIds) -> list[str]:
+        """Each token's own text, special ones too: for people."""
+        return self._tokenizer.batch_decode([[token] for token in token_ids.tolist()])
+
     def save(self, directory: Path) -> None:
         self._tokenizer.save_pretrained(directory)
