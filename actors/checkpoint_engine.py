@@ -16,8 +16,10 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError
 
 from areal_ray.actors.calls import ON_ITS_WAY_BACK, end_process
+from areal_ray.actors.telemetry import MonitorAddress, Telemetry
 from areal_ray.errors import TrainerAway, TrainerLost, described
-from areal_ray.observability.loop_health import LoopHealth, LoopReport
+from areal_ray.observability.actor_report import ManagerFacts
+from areal_ray.observability.loop_health import LoopReport
 from areal_ray.types import WeightVersion
 from areal_ray.weights.transaction import Limits, LostEngine, Outcome, WeightUpdates
 from areal_ray.weights.turns import Turns
@@ -35,10 +37,11 @@ class EngineMember:
     workers: int
 
     async def stage(self, encoded_update: bytes) -> None:
-        await self.handle.stage_weights.remote(encoded_update)
+        await self.handle.stage_weights.options(name=f"stage {self.name}").remote(encoded_update)
 
     async def commit(self, version: WeightVersion) -> float:
-        return (await self.handle.commit_weights.remote(version)).paused_s
+        named = self.handle.commit_weights.options(name=f"commit v{version} {self.name}")
+        return (await named.remote(version)).paused_s
 
     async def discard(self) -> str:
         return await self.handle.discard_weights.remote()
@@ -69,7 +72,9 @@ class UpdateReport(msgspec.Struct, frozen=True):
 
 @ray.remote(max_concurrency=64)
 class CheckpointEngineManager:
-    def __init__(self, trainer: ActorHandle, spec: ManagerSpec) -> None:
+    def __init__(
+        self, trainer: ActorHandle, spec: ManagerSpec, monitor: MonitorAddress | None = None
+    ) -> None:
         sender = _Trainer(trainer, spec)
         self._updates = WeightUpdates(
             sender,
@@ -84,12 +89,21 @@ class CheckpointEngineManager:
             busy_timeout_s=spec.limits.busy_timeout_s,
             start_timeout_s=spec.start_timeout_s,
         )
-        self._loop_health = LoopHealth(who="the checkpoint engine manager")
-        self._loop_health.start()
+        self._telemetry = Telemetry(
+            "manager",
+            monitor=monitor,
+            facts=lambda: ManagerFacts(members=len(self._updates.members)),
+            shown=self.__repr__,
+        )
+        self._telemetry.start()
+
+    def __repr__(self) -> str:
+        return f"CheckpointEngineManager[{len(self._updates.members)} engines]"
 
     async def sync(self, engine: EngineMember) -> None:
         """Give one engine the trainer's weights; from then on it takes part in every update."""
-        await self._updates.sync(engine)
+        with self._telemetry.span("sync", engine.name):
+            await self._updates.sync(engine)
         self._turns.has_started(engine.name)
 
     async def forget(self, name: str) -> None:
@@ -111,8 +125,11 @@ class CheckpointEngineManager:
 
     async def update_weights(self, version: WeightVersion) -> UpdateReport:
         """Carry the trainer's weights, which are of this version, to every engine that is there."""
-        outcome = await self._updates.update(version)
-        return UpdateReport(outcome=outcome, loop=self._loop_health.report())
+        with self._telemetry.span("weight update", f"v{version}"):
+            outcome = await self._updates.update(version)
+        for lost in outcome.lost:
+            self._telemetry.event("warning", lost.cause, who=lost.name)
+        return UpdateReport(outcome=outcome, loop=self._telemetry.loop())
 
 
 class _Trainer:
@@ -129,7 +146,8 @@ class _Trainer:
         )
 
     async def send(self, member: GroupMember) -> WeightVersion:
-        return await self._unless_dead(self._handle.send_weights.remote(member))
+        named = self._handle.send_weights.options(name="send weights")
+        return await self._unless_dead(named.remote(member))
 
     async def move_in(self) -> None:
         await self._unless_dead(self._handle.move_in.remote())

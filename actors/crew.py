@@ -8,6 +8,7 @@ the queue is reopened by it, and the controller itself is attached again from he
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from areal_ray.actors.crew_specs import (
     engine_name,
     engine_spec,
     manager_spec,
+    monitor_spec,
     trainer_spec,
     update_timeout_s,
     window_of,
@@ -35,6 +37,8 @@ from areal_ray.actors.generation import GenerationActor
 from areal_ray.actors.rehearsal import PacedTrainer, Rehearsal
 from areal_ray.actors.rollout_controller import Evaluation, RolloutController, RolloutStatus
 from areal_ray.actors.rollout_worker import RolloutWorker
+from areal_ray.actors.run_monitor import RunMonitor
+from areal_ray.actors.telemetry import MonitorAddress
 from areal_ray.actors.trainer import TrainerActor, TrainReport
 from areal_ray.actors.trainer_calls import TrainerCalls
 from areal_ray.actors.trainer_rank import TrainerRank
@@ -50,6 +54,9 @@ from areal_ray.weights.transaction import LostEngine
 
 CLOSE_TIMEOUT_S = 10.0
 """For each of the two rounds in which actors are asked to let go: then they are ended."""
+NAMESPACE = "areal_ray/"
+"""How the namespaces of runs begin: actors of one run don't see those of another."""
+MONITOR = "monitor"
 MAX_CONTROL_RESTARTS = 16
 """Of the controller and of the queue, each: beyond that, something kills them on purpose."""
 
@@ -85,8 +92,18 @@ class Crew:
         self._engines: dict[str, _Engine] = {}
         self._resizing = asyncio.Lock()
         rollout = config.rollout
+        # A name that tells the runs of a cluster apart; a namespace that no other run has.
+        self._run = run_dir.name
+        self._namespace = f"{NAMESPACE}{self._run}/{uuid.uuid4().hex[:8]}"
+        self.monitor: ActorHandle | None = None
+        self._monitor_address: MonitorAddress | None = None
+        if config.observability.telemetry:
+            self._monitor_address = MonitorAddress(f"{self._run}/{MONITOR}", self._namespace)
+            self.monitor = RunMonitor.options(
+                **self._named(MONITOR), num_cpus=0, max_restarts=MAX_CONTROL_RESTARTS
+            ).remote(monitor_spec(config, run_dir))
         self.queue = TrajectoryQueue.options(
-            name="trajectory-queue",
+            **self._named("queue"),
             num_cpus=0,
             max_concurrency=self._calls_at_once,
             max_restarts=MAX_CONTROL_RESTARTS,
@@ -97,23 +114,24 @@ class Crew:
             max_bytes=int(rollout.max_queue_gib * 2**30),
             max_staleness=rollout.max_staleness,
             window=window_of(rollout),
+            monitor=self._monitor_address,
         )
         first, *others = seats.slots("trainer")
         trainer = TrainerActor if rehearsal is None else PacedTrainer
         # None, if there is nothing that it could go on from. How often it may, the session counts.
         max_restarts = -1 if config.checkpoint.every else 0
         self.trainer = trainer.options(
-            name="trainer", max_restarts=max_restarts, **vars(first)
-        ).remote()
+            **self._named("trainer"), max_restarts=max_restarts, **vars(first)
+        ).remote(self._monitor_address)
         self._other_ranks = [
             TrainerRank.options(
-                name=f"trainer-{rank}", max_restarts=max_restarts, **vars(slot)
-            ).remote()
-            for rank, slot in enumerate(others, start=1)
+                **self._named(name), max_restarts=max_restarts, **vars(slot)
+            ).remote(name, self._monitor_address)
+            for name, slot in ((f"trainer-{rank}", slot) for rank, slot in enumerate(others, 1))
         ]
-        self.manager = CheckpointEngineManager.options(
-            name="checkpoint-engine-manager", num_cpus=0
-        ).remote(self.trainer, manager_spec(config))
+        self.manager = CheckpointEngineManager.options(**self._named("manager"), num_cpus=0).remote(
+            self.trainer, manager_spec(config), self._monitor_address
+        )
         told = rehearsal or trainer_spec(config, model_path)
         self._trainer_calls = TrainerCalls(
             config,
@@ -128,16 +146,19 @@ class Crew:
         )
         self._workers = {
             name: RolloutWorker.options(
-                name=name, num_cpus=0, max_concurrency=self._calls_at_once, max_restarts=-1
-            ).remote(name)
+                **self._named(name),
+                num_cpus=0,
+                max_concurrency=self._calls_at_once,
+                max_restarts=-1,
+            ).remote(name, self._monitor_address)
             for name in (f"worker-{index}" for index in range(rollout.workers))
         }
         self.controller = RolloutController.options(
-            name="rollout-controller",
+            **self._named("controller"),
             num_cpus=0,
             max_concurrency=self._calls_at_once,
             max_restarts=MAX_CONTROL_RESTARTS,
-        ).remote(controller_spec(config, run_dir))
+        ).remote(controller_spec(config, run_dir), self._monitor_address)
         self.checkpointing = Checkpointing(
             config,
             run_dir,
@@ -152,6 +173,20 @@ class Crew:
         # Last: Ray starts processes one after the other, and there may be many of these.
         for slot in seats.slots("engine"):
             self._make_engine(slot, None)
+
+    @property
+    def run_name(self) -> str:
+        """No other run in its directory has it."""
+        return self._run
+
+    @property
+    def monitor_address(self) -> MonitorAddress | None:
+        """None without `observability.telemetry`."""
+        return self._monitor_address
+
+    @property
+    def workers(self) -> dict[str, ActorHandle]:
+        return dict(self._workers)
 
     @property
     def engines(self) -> dict[str, ActorHandle]:
@@ -187,7 +222,7 @@ class Crew:
         they are of a trainer that went on from a checkpoint."""
         report = await within(
             update_timeout_s(self._config),
-            self.manager.update_weights.remote(version),
+            self.manager.update_weights.options(name=f"weight update v{version}").remote(version),
             who="the checkpoint engine manager",
             doing=f"weight update {version}",
         )
@@ -265,7 +300,7 @@ class Crew:
         """Greedy answers to `prompts`; begun anew if the controller is restarted meanwhile."""
         return await until_back(
             self._config.evaluation.timeout_s,
-            lambda: self.controller.evaluate.remote(prompts),
+            lambda: self.controller.evaluate.options(name="evaluation").remote(prompts),
             who="the engines",
             doing="an evaluation (evaluation.timeout_s)",
         )
@@ -305,11 +340,15 @@ class Crew:
                 *(worker.close.remote() for worker in self._workers.values()),
                 self.trainer.close.remote(),
             )
+            if self.monitor is not None:  # last: it hears the others' last words
+                await self._close(self.monitor.close.remote())
         finally:
             self.kill()
 
     def kill(self) -> None:
-        others = (self.controller, self.manager, self.trainer, self.queue)
+        others = [self.controller, self.manager, self.trainer, self.queue]
+        if self.monitor is not None:
+            others.append(self.monitor)
         for actor in (*others, *self._other_ranks, *self.engines.values(), *self._workers.values()):
             ray.kill(actor)
         for engine in self._engines.values():
@@ -334,6 +373,9 @@ class Crew:
         group; and a probe or a commit must not wait behind all of them."""
         return 1024 + 2 * self._config.rollout.max_concurrent_groups
 
+    def _named(self, name: str) -> dict[str, str]:
+        return {"name": f"{self._run}/{name}", "namespace": self._namespace}
+
     def _make_engine(self, slot: Slot, seat: Reservation | None) -> None:
         index, self._engines_made = self._engines_made, self._engines_made + 1
         name = engine_name(index)
@@ -342,8 +384,11 @@ class Crew:
         else:
             spec = msgspec.structs.replace(self._rehearsal.engine, name=name)
         handle = GenerationActor.options(
-            name=name, max_concurrency=self._calls_at_once, max_restarts=-1, **vars(slot)
-        ).remote(spec)
+            **self._named(name),
+            max_concurrency=self._calls_at_once,
+            max_restarts=-1,
+            **vars(slot),
+        ).remote(spec, self._monitor_address)
         self._engines[name] = _Engine(handle, seat)
 
     async def _dismiss(self, name: str) -> None:
@@ -357,6 +402,8 @@ class Crew:
         await asyncio.to_thread(ray.kill, engine.handle)
         if engine.seat is not None:
             await asyncio.to_thread(engine.seat.release)
+        if self.monitor is not None:
+            await self._close(self.monitor.forget.remote(name))
 
     async def _attach(self) -> None:
         """Tell the controller all that there is: from the beginning, if it dies meanwhile."""

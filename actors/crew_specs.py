@@ -10,10 +10,12 @@ from areal_ray.actors.checkpoint_engine import ManagerSpec
 from areal_ray.actors.pool import Care
 from areal_ray.actors.rollout_controller import ControllerSpec
 from areal_ray.actors.rollout_worker import WorkerSpec
+from areal_ray.actors.run_monitor import MonitorSpec
 from areal_ray.algorithms import Algorithm
 from areal_ray.config import Config, RolloutConfig
 from areal_ray.generation.engine import EngineSpec
 from areal_ray.generation.sizing import samples_at_once
+from areal_ray.observability.timeline import TIMELINE
 from areal_ray.plugins import pack
 from areal_ray.training.spec import TrainerSpec
 from areal_ray.types import Prompt
@@ -126,6 +128,15 @@ def manager_spec(config: Config) -> ManagerSpec:
             max_failures=weights.max_failures,
         ),
         start_timeout_s=config.generation.startup_timeout_s + weights.timeout_s,
+    )
+
+
+def monitor_spec(config: Config, run_dir: Path) -> MonitorSpec:
+    return MonitorSpec(
+        run=run_dir.name,
+        directory=str(run_dir),
+        timeline=str(run_dir / TIMELINE),
+        steps=config.steps,
     )
 
 

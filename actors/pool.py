@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,7 +58,16 @@ class Care:
 
 
 class ActorPool:
-    def __init__(self, keeper: Keeper, care: Care, tasks: TaskRunner) -> None:
+    def __init__(
+        self,
+        keeper: Keeper,
+        care: Care,
+        tasks: TaskRunner,
+        tell: Callable[[str, bool, str], None] = lambda name, is_lost, text: None,
+    ) -> None:
+        """`tell` hears of each loss of a member, and of each that serves: its name, whether it is
+        lost, and how it came about."""
+        self._tell = tell
         self._keeper = keeper
         self._care = care
         self._tasks = tasks
@@ -160,6 +170,8 @@ class ActorPool:
         self._fleet.synced(name)
         self._balancer.admit(name, handle)
         self._changed.notify()
+        again = " again" if self._fleet.incarnation(name) > 1 else ""
+        self._tell(name, False, f"serves{again}")
         while name in self._fleet:
             await self._prove(name, handle)
             await self._until_next_proof(self._doubts.get(name))
@@ -204,6 +216,7 @@ class ActorPool:
         self._balancer.exclude(name)
         self._condemned.pop(name, None)
         logs.warning("{} is lost: {}", name, cause)
+        self._tell(name, True, f"is lost: {cause}")
         if never_served and not isinstance(error, ActorUnavailableError):
             raise error
         if not is_leaving:

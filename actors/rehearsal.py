@@ -16,11 +16,13 @@ import ray
 from ray.actor import ActorHandle
 
 from areal_ray.actors.batches import Batches
+from areal_ray.actors.telemetry import MonitorAddress, Telemetry
 from areal_ray.actors.trajectory_queue import Place, read_places
 from areal_ray.checkpoints import write_groups
 from areal_ray.errors import NotReady
 from areal_ray.generation.simulated import SimulatedSpec
-from areal_ray.observability.loop_health import LoopHealth
+from areal_ray.observability.activity import ActivityMeter
+from areal_ray.observability.actor_report import TrainerFacts
 from areal_ray.training.spec import TrainerStart
 from areal_ray.types import WeightVersion
 from areal_ray.weights.layout import WeightManifest
@@ -44,11 +46,19 @@ class PacedReport(msgspec.Struct, frozen=True):
 class PacedTrainer:
     """Takes batches at a steady pace and learns nothing from them."""
 
-    def __init__(self) -> None:
+    def __init__(self, monitor: MonitorAddress | None = None) -> None:
         self._batches: Batches | None = None
         self._version: WeightVersion = 0
-        self._loop_health = LoopHealth(who="the paced trainer")
-        self._loop_health.start()
+        self._meter = ActivityMeter("idle")
+        self._telemetry = Telemetry(
+            "trainer",
+            monitor=monitor,
+            facts=lambda: TrainerFacts(version=self._version, tokens=0),
+            shown=lambda: f"PacedTrainer[v{self._version} {self._meter.now}]",
+            meter=self._meter,
+            devices=1,
+        )
+        self._telemetry.start()
 
     async def is_there(self) -> None:
         pass
@@ -81,11 +91,13 @@ class PacedTrainer:
         pass
 
     async def take_batch(self, version: WeightVersion) -> None:
-        await self._queued.take(version)
+        with self._meter.during("waiting for data"):
+            await self._queued.take(version)
 
     async def train_step(self, step: int) -> PacedReport:
         batch = self._queued.taken
-        await asyncio.sleep(self._step_s)
+        with self._meter.during("busy"):
+            await asyncio.sleep(self._step_s)
         self._version += 1
         await self._queued.done(batch)
         oldest = min(group.summary().oldest_version for group in batch.groups)
@@ -107,7 +119,7 @@ class PacedTrainer:
         pass
 
     async def close(self) -> None:
-        self._loop_health.close()
+        await self._telemetry.close()
 
     @property
     def _queued(self) -> Batches:

@@ -27,6 +27,7 @@ from areal_ray.actors.keepers import EngineKeeper, WorkerKeeper
 from areal_ray.actors.pool import ActorPool, Care
 from areal_ray.actors.queue_line import QueueLine
 from areal_ray.actors.rollout_worker import WorkerSpec
+from areal_ray.actors.telemetry import MonitorAddress, Telemetry
 from areal_ray.changes import Changes
 from areal_ray.error_budget import ErrorBudget, FailureKind
 from areal_ray.errors import (
@@ -38,7 +39,8 @@ from areal_ray.errors import (
     described,
 )
 from areal_ray.fleet import MemberStatus
-from areal_ray.observability.loop_health import LoopHealth, LoopReport
+from areal_ray.observability.actor_report import ControllerFacts
+from areal_ray.observability.loop_health import LoopReport
 from areal_ray.rollout_book import BookState, RolloutBook, Ticket
 from areal_ray.staleness import LedgerCounts
 from areal_ray.tasks import Ended, TaskRunner
@@ -91,7 +93,7 @@ class Evaluation(msgspec.Struct, frozen=True):
 
 @ray.remote(max_concurrency=4096)
 class RolloutController:
-    def __init__(self, spec: ControllerSpec) -> None:
+    def __init__(self, spec: ControllerSpec, monitor: MonitorAddress | None = None) -> None:
         self._spec = spec
         self._tasks: TaskRunner[None] = TaskRunner()
         self._groups: TaskRunner[GroupOutcome] = TaskRunner()
@@ -103,8 +105,12 @@ class RolloutController:
             sync_timeout_s=spec.sync_timeout_s,
         )
         self._worker_keeper = WorkerKeeper(ray.get_runtime_context().current_actor)
-        self._engines = ActorPool(self._engine_keeper, spec.engine_care, self._tasks)
-        self._workers = ActorPool(self._worker_keeper, spec.worker_care, self._tasks)
+        self._engines = ActorPool(
+            self._engine_keeper, spec.engine_care, self._tasks, self._tell_of_member
+        )
+        self._workers = ActorPool(
+            self._worker_keeper, spec.worker_care, self._tasks, self._tell_of_member
+        )
         self._calls = GroupCalls(self._engines, self._workers, timeout_s=spec.group_timeout_s)
         self._budget = ErrorBudget(
             max_failures=spec.max_failed_groups, max_rate=spec.max_failure_rate
@@ -120,8 +126,20 @@ class RolloutController:
         self._changed = Changes()
         self._filtered_in_a_row = 0
         self._evaluated = 0
-        self._loop_health = LoopHealth(who="the rollout controller")
-        self._loop_health.start()
+        self._telemetry = Telemetry(
+            "controller", monitor=monitor, facts=self._facts, shown=self.__repr__
+        )
+        self._telemetry.start()
+
+    def __repr__(self) -> str:
+        if self._line_to_queue is None:
+            return "RolloutController"
+        counts = self._book.counts
+        doing = "paused, " if self._groups.paused else ""
+        return (
+            f"RolloutController[v{counts.version} {doing}{counts.running} groups running, "
+            f"{counts.accepted} accepted]"
+        )
 
     async def attach(
         self, prompts: Sequence[Prompt], queue: ActorHandle, trainer: ActorHandle
@@ -251,7 +269,7 @@ class RolloutController:
             workers=self._workers.statuses,
             failures=self._budget.failures,
             loops={
-                "controller": self._loop_health.report(),
+                "controller": self._telemetry.loop(),
                 **self._workers.loops,
                 **self._engines.loops,
             },
@@ -296,7 +314,19 @@ class RolloutController:
     async def close(self) -> None:
         await self._tasks.close()
         await self._groups.close()
-        self._loop_health.close()
+        await self._telemetry.close()
+
+    def _tell_of_member(self, name: str, is_lost: bool, text: str) -> None:
+        self._telemetry.event("warning" if is_lost else "info", text, who=name)
+
+    def _facts(self) -> ControllerFacts:
+        is_attached = self._line_to_queue is not None
+        return ControllerFacts(
+            ledger=self._book.counts if is_attached else LedgerCounts(),
+            engines=self._engines.statuses,
+            workers=self._workers.statuses,
+            is_paused=self._groups.paused,
+        )
 
     @property
     def _book(self) -> RolloutBook:
@@ -411,6 +441,7 @@ class RolloutController:
     def _settle_failure(self, ticket: Ticket, error: Exception) -> None:
         group_id = ticket.group_id
         logs.warning("group {} failed: {}", group_id, described(error))
+        self._telemetry.event("warning", f"group {group_id} failed: {described(error)}")
         if not self._book.is_running(group_id):
             return  # what failed was only the word of it: the queue has had it
         timed_out = isinstance(error, GroupTimedOut)

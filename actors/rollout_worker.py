@@ -23,10 +23,12 @@ from areal_ray import logs
 from areal_ray.actors.calls import ASK_TIMEOUT_S, until_back
 from areal_ray.actors.engine_calls import EngineCalls, EngineLost
 from areal_ray.actors.offers import NOT_WANTED, Offers
+from areal_ray.actors.telemetry import MonitorAddress, Telemetry
 from areal_ray.data.tokenizer import PromptTokenizer
 from areal_ray.errors import NotReady
 from areal_ray.generation.continuation import Continuation
-from areal_ray.observability.loop_health import LoopHealth, LoopReport
+from areal_ray.observability.actor_report import WorkerFacts
+from areal_ray.observability.loop_health import LoopReport
 from areal_ray.plugins import unpack
 from areal_ray.priority import step_aside
 from areal_ray.rewards import RewardPool
@@ -113,7 +115,7 @@ class _Running:
 
 @ray.remote(max_concurrency=4096)
 class RolloutWorker:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, monitor: MonitorAddress | None = None) -> None:
         step_aside()
         self._name = name
         self._running: dict[int, _Running] = {}
@@ -122,8 +124,17 @@ class RolloutWorker:
         """Until they are collected."""
         # One thread: it keeps the loop free, and a tokenizer must not be used by two at once.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
-        self._loop_health = LoopHealth(who=name)
-        self._loop_health.start()
+        self._telemetry = Telemetry(
+            name,
+            monitor=monitor,
+            facts=lambda: WorkerFacts(groups=len(self._running)),
+            shown=self.__repr__,
+        )
+        self._telemetry.start()
+
+    def __repr__(self) -> str:
+        doing = f" {len(self._running)} groups" if self._equipment is not None else ""
+        return f"RolloutWorker[{self._name}{doing}]"
 
     async def start(self, spec: WorkerSpec, queue: ActorHandle, controller: ActorHandle) -> None:
         """Get ready to take work from `controller`, and to give it to `queue`."""
@@ -138,7 +149,7 @@ class RolloutWorker:
 
     async def probe(self) -> LoopReport:
         """Answers for as long as the event loop runs."""
-        return self._loop_health.report()
+        return self._telemetry.loop()
 
     async def running(self) -> dict[int, str]:
         """The groups that run here, and the engine of each."""
@@ -219,16 +230,19 @@ class RolloutWorker:
         await asyncio.Event().wait()
 
     async def close(self) -> None:
-        self._loop_health.close()
+        await self._telemetry.close()
         if self._equipment is not None:
             await self._equipment.rewards.close()
 
     async def _roll_out(self, running: _Running) -> GroupOutcome:
-        group = await self._run(running)
+        which = f"group {running.assignment.group_id}"
+        with self._telemetry.span("episode", which):
+            group = await self._run(running)
         keep, summary = await self._in_thread(lambda: (self._own.filter(group), group.summary()))
         if not keep:
             return GroupOutcome("filtered", summary)
-        taken_by = await self._own.offers.offer(group, summary)
+        with self._telemetry.span("wait for the queue", which):
+            taken_by = await self._own.offers.offer(group, summary)
         if taken_by == NOT_WANTED:
             return GroupOutcome("not wanted", summary)
         return GroupOutcome("taken", summary, queue=taken_by)
@@ -254,6 +268,7 @@ class RolloutWorker:
             tokenizer=self._own.tokenizer,
             off_loop=self._in_thread,
             rewards=self._own.rewards,
+            span=self._telemetry.span,
         )
 
     async def _generate(self, running: _Running, request: GenerationRequest) -> list[Completion]:

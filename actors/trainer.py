@@ -18,13 +18,14 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from areal_ray.actors.batches import Batch, Batches
-from areal_ray.actors.trainer_rank import Rank, together
+from areal_ray.actors.telemetry import MonitorAddress
+from areal_ray.actors.trainer_rank import FirstRank, together
 from areal_ray.actors.trajectory_queue import Place, read_places
 from areal_ray.checkpoints import write_groups
 from areal_ray.config import WarmupConfig
 from areal_ray.errors import NotReady, TrainerLost, described
 from areal_ray.observability.jsonl import JsonlWriter
-from areal_ray.observability.loop_health import LoopHealth, LoopReport
+from areal_ray.observability.loop_health import LoopReport
 from areal_ray.training.spec import RankPlace, StepMetrics, TrainerSpec, TrainerStart
 from areal_ray.types import Prompt, TrajectoryGroup, WeightVersion
 from areal_ray.weights.update import GroupMember, SendingPlan
@@ -41,6 +42,10 @@ class TrainReport(msgspec.Struct, frozen=True):
     mean_response_tokens: float
     mean_staleness: float
     max_staleness: int
+    staleness_tokens: list[int]
+    """How many tokens were 0, 1, 2 ... versions old."""
+    staleness_samples: list[int]
+    """The same for samples, by their oldest token."""
     waited_s: float
     """How long the trainer waited for its batch."""
     metrics: StepMetrics
@@ -66,10 +71,10 @@ class RolloutRecord(msgspec.Struct, frozen=True):
 
 @ray.remote(max_concurrency=64)
 class TrainerActor:
-    def __init__(self) -> None:
+    def __init__(self, monitor: MonitorAddress | None = None) -> None:
         """What it is told comes with `start`: arguments may be gone by the time Ray calls this
         again."""
-        self._rank = Rank()
+        self._rank = FirstRank("trainer", monitor)
         self._others: Sequence[ActorHandle] = ()
         self._deaths: list[asyncio.Future[None]] = []
         """Of the other ranks: done when one has died."""
@@ -77,8 +82,9 @@ class TrainerActor:
         self._meeting: Rendezvous | None = None
         self._batches: Batches | None = None
         self._rollouts: JsonlWriter[tuple[int, list[TrajectoryGroup]]] | None = None
-        self._loop_health = LoopHealth(who="the trainer")
-        self._loop_health.start()
+
+    def __repr__(self) -> str:
+        return repr(self._rank)
 
     async def is_there(self) -> None:
         """Answers as soon as there is a process."""
@@ -134,7 +140,11 @@ class TrainerActor:
         that get no weights from them might be what the batch waits for."""
         taking = asyncio.ensure_future(self._queued.take(version))
         try:
-            await asyncio.wait({taking, *self._deaths}, return_when=asyncio.FIRST_COMPLETED)
+            with (
+                self._rank.meter.during("waiting for data"),
+                self._rank.telemetry.span("wait for a batch"),
+            ):
+                await asyncio.wait({taking, *self._deaths}, return_when=asyncio.FIRST_COMPLETED)
             for rank, death in enumerate(self._deaths, start=1):
                 if death.done():
                     error = death.exception()
@@ -147,7 +157,7 @@ class TrainerActor:
     async def train_step(self, step: int) -> TrainReport:
         """Learn from the batch that was taken, and let it go."""
         batch = self._queued.taken
-        loop = self._loop_health.report()
+        loop = self._rank.telemetry.loop()
         try:
             metrics = await together(
                 self._rank.train(batch.groups),
@@ -207,7 +217,7 @@ class TrainerActor:
         await self.close()
 
     async def close(self) -> None:
-        self._loop_health.close()
+        await self._rank.telemetry.close()
         rollouts, self._rollouts = self._rollouts, None
         if rollouts is not None:
             await asyncio.to_thread(rollouts.close)
@@ -242,12 +252,15 @@ class TrainerActor:
 def _report(step: int, batch: Batch, metrics: StepMetrics, loop: LoopReport) -> TrainReport:
     trajectories = [t for group in batch.groups for t in group.trajectories]
     staleness = batch.version - np.concatenate([t.versions[t.response_mask] for t in trajectories])
+    oldest = [batch.version - t.oldest_version for t in trajectories]
     return TrainReport(
         step=step,
         mean_reward=float(np.mean([t.reward for t in trajectories])),
         mean_response_tokens=float(np.mean([len(t.response_ids) for t in trajectories])),
         mean_staleness=float(staleness.mean()),
         max_staleness=int(staleness.max()),
+        staleness_tokens=np.bincount(np.maximum(staleness, 0)).tolist(),
+        staleness_samples=np.bincount(np.maximum(oldest, 0)).tolist(),
         waited_s=batch.waited_s,
         metrics=metrics,
         group_ids=batch.group_ids,

@@ -92,13 +92,16 @@ class TrainerCalls:
     async def step(self, step: int, version: WeightVersion) -> TrainReport:
         """Wait for a batch that is fresh enough at this version, and learn from it."""
         await self._ask(
-            self._trainer.take_batch.remote(version), f"waiting for the batch of step {step}"
+            self._trainer.take_batch.options(name=f"wait for batch {step}").remote(version),
+            f"waiting for the batch of step {step}",
         )
         async with self.turn():
-            return await self._ask(self._trainer.train_step.remote(step), f"step {step}")
+            named = self._trainer.train_step.options(name=f"train step {step}")
+            return await self._ask(named.remote(step), f"step {step}")
 
     async def take_snapshot(self) -> None:
-        await self._ask(self._trainer.take_snapshot.remote(), "a snapshot")
+        named = self._trainer.take_snapshot.options(name="snapshot")
+        await self._ask(named.remote(), "a snapshot")
 
     async def until_there(self) -> None:
         """After its death: Ray brings its process back, if it may. Where there are more ranks, all

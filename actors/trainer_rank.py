@@ -17,10 +17,14 @@ import ray
 from ray.exceptions import ActorDiedError, ObjectLostError
 
 from areal_ray.actors.calls import ON_ITS_WAY_BACK
+from areal_ray.actors.telemetry import MonitorAddress, Telemetry
 from areal_ray.actors.trajectory_queue import Place, read_places
 from areal_ray.checkpoints import open_checkpoint
 from areal_ray.config import WarmupConfig
 from areal_ray.errors import NotReady, TrainerAway, TrainerLost, described
+from areal_ray.observability.activity import ActivityMeter
+from areal_ray.observability.actor_report import TrainerFacts
+from areal_ray.observability.timeline import Activity
 from areal_ray.priority import step_aside
 from areal_ray.training.spec import RankPlace, StepMetrics, TrainerSpec, TrainerStart
 from areal_ray.types import Prompt, TrajectoryGroup, WeightVersion
@@ -38,10 +42,26 @@ GRACE_S = 30.0
 
 
 class Rank:
-    def __init__(self) -> None:
+    what = "TrainerRank"
+
+    def __init__(self, name: str, monitor: MonitorAddress | None = None) -> None:
         """What it is told comes with `start`: arguments may be gone by the time Ray calls this
         again."""
         step_aside()
+        self._name = name
+        self._tokens = 0
+        self._is_out = False
+        self.meter = ActivityMeter("idle")
+        self.meter.begin("restarting")
+        self.telemetry = Telemetry(
+            name,
+            monitor=monitor,
+            facts=self._facts,
+            shown=self.__repr__,
+            meter=self.meter,
+            devices=1,
+        )
+        self.telemetry.start()
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._trainer: PolicyTrainer | None = None
         self._sender: Sender | None = None
@@ -66,6 +86,8 @@ class Rank:
         if start.checkpoint is not None:
             taken_up = await asyncio.to_thread(open_checkpoint, Path(start.checkpoint))
             await self._in_thread(lambda: trainer.restore(taken_up.trainer))
+        if self._trainer is None:
+            self.meter.end("restarting")
         # Only now: who asks for weights before must not get others.
         self._trainer, self._version = trainer, start.version
 
@@ -76,17 +98,25 @@ class Rank:
     async def warm_up(self, prompts: Sequence[Prompt], warmup: WarmupConfig) -> float:
         """The supervised phase; returns its last loss."""
         trainer = self._started
-        return await self._in_thread(
-            lambda: trainer.warm_up(prompts, steps=warmup.steps, batch=warmup.batch, lr=warmup.lr)
+        return await self._at(
+            "busy",
+            "warm-up",
+            lambda: trainer.warm_up(prompts, steps=warmup.steps, batch=warmup.batch, lr=warmup.lr),
         )
 
     async def move_in(self) -> None:
         """To the devices that it shares with engines. They have made room."""
         await self._in_thread(self._started.residence.move_in)
+        if self._is_out:
+            self.meter.end("resting")
+        self._is_out = False
 
     async def move_out(self) -> None:
         """To host memory. Comes when a step that is being computed is done."""
         await self._in_thread(self._started.residence.move_out)
+        if not self._is_out:
+            self.meter.begin("resting")
+        self._is_out = True
 
     async def train(self, groups: Sequence[TrajectoryGroup]) -> StepMetrics:
         """A step on these groups, of which this rank computes its share."""
@@ -95,9 +125,10 @@ class Rank:
         def step() -> StepMetrics:
             metrics = trainer.train_on(groups, self._version)
             self._version += 1
+            self._tokens += sum(len(t.response_ids) for g in groups for t in g.trajectories)
             return metrics
 
-        return await self._in_thread(step)
+        return await self._at("busy", "train", step)
 
     async def fetch(self, places: Sequence[Place]) -> bool:
         """The groups that lie there, for `train_on_fetched`; whether they could be read."""
@@ -119,7 +150,7 @@ class Rank:
         def make_sender() -> Sender:
             return self._sender or _new_sender(trainer, bucket_bytes, timeout_s, verify)
 
-        self._sender = await self._in_thread(make_sender)
+        self._sender = await self._at("waiting for weights", "sending plan", make_sender)
         return self._sender.plan
 
     async def send_weights(self, member: GroupMember) -> WeightVersion:
@@ -132,14 +163,14 @@ class Rank:
             sender.send(member)
             return self._version
 
-        return await self._in_thread(send)
+        return await self._at("waiting for weights", "send weights", send)
 
     async def gather_along(self) -> None:
         """While the first rank sends what is sharded over all of them."""
         from areal_ray.weights.sender import gather_along
 
         parameters = self._started.model.named_parameters()
-        await self._in_thread(lambda: gather_along(parameters))
+        await self._at("waiting for weights", "gather weights", lambda: gather_along(parameters))
 
     async def call_off_sending(self, group_id: str) -> None:
         """Not everybody will come to this group: a `send_weights` to it fails at once."""
@@ -148,17 +179,18 @@ class Rank:
 
     async def take_snapshot(self) -> None:
         """Of all that the trainer is, in host memory, for `write_snapshot`."""
-        self._snapshot = await self._in_thread(self._started.snapshot)
+        self._snapshot = await self._at("saving", "snapshot", self._started.snapshot)
 
     async def write_snapshot(self, directory: str) -> None:
         """This rank's part, while training goes on."""
         taken, self._snapshot = self._snapshot, None
         if taken is None:
             raise NotReady("the trainer was restarted since it took its snapshot")
-        await asyncio.to_thread(self._started.write, taken, Path(directory))
+        with self.telemetry.span("write checkpoint"):
+            await asyncio.to_thread(self._started.write, taken, Path(directory))
 
     async def export(self, directory: str) -> None:
-        await self._in_thread(lambda: self._started.export(Path(directory)))
+        await self._at("saving", "export", lambda: self._started.export(Path(directory)))
 
     @property
     def _started(self) -> PolicyTrainer:
@@ -166,9 +198,26 @@ class Rank:
             raise NotReady("the trainer was restarted, and is not started yet")
         return self._trainer
 
+    def __repr__(self) -> str:
+        doing = f" v{self._version} {self.meter.now}" if self.is_started else ""
+        return f"{self.what}[{self._name}{doing}]"
+
+    def _facts(self) -> TrainerFacts:
+        return TrainerFacts(version=self._version, tokens=self._tokens)
+
+    async def _at(self, activity: Activity, span: str, work: Callable[[], T]) -> T:
+        with self.meter.during(activity), self.telemetry.span(span):
+            return await self._in_thread(work)
+
     async def _in_thread(self, work: Callable[[], T]) -> T:
         """In the one compute thread: torch keeps a pool of helpers for each thread it sees."""
         return await asyncio.get_running_loop().run_in_executor(self._compute, work)
+
+
+class FirstRank(Rank):
+    """It is in the process of the trainer that all others know."""
+
+    what = "TrainerActor"
 
 
 @ray.remote(max_concurrency=64)

@@ -23,11 +23,13 @@ import msgspec
 import ray
 from ray.actor import ActorHandle
 
+from areal_ray.actors.telemetry import MonitorAddress, Telemetry
 from areal_ray.changes import Changes
 from areal_ray.checkpoints import read_groups
 from areal_ray.deadlines import within
 from areal_ray.errors import QueueClosed, Superseded
-from areal_ray.observability.loop_health import LoopHealth, LoopReport
+from areal_ray.observability.actor_report import QueueFacts
+from areal_ray.observability.loop_health import LoopReport
 from areal_ray.trajectory_buffer import TrajectoryBuffer
 from areal_ray.types import GroupSummary, TrajectoryGroup, WeightVersion
 
@@ -96,6 +98,7 @@ class TrajectoryQueue:
         max_bytes: int,
         max_staleness: int,
         window: int | None,
+        monitor: MonitorAddress | None = None,
     ) -> None:
         self._buffer: TrajectoryBuffer[Place] = TrajectoryBuffer(
             batch=batch,
@@ -110,8 +113,19 @@ class TrajectoryQueue:
         """How often each holder has asked for a batch."""
         self._closed = False
         self._changed = Changes()
-        self._loop_health = LoopHealth(who="the trajectory queue")
-        self._loop_health.start()
+        self._telemetry = Telemetry(
+            "queue",
+            monitor=monitor,
+            facts=lambda: QueueFacts(groups=self._buffer.groups, nbytes=self._buffer.nbytes),
+            shown=self.__repr__,
+        )
+        self._telemetry.start()
+
+    def __repr__(self) -> str:
+        if not self._is_open:
+            return "TrajectoryQueue"
+        waiting, size_mb = self._buffer.waiting, self._buffer.nbytes / 1e6
+        return f"TrajectoryQueue[{waiting} groups wait, {size_mb:.1f} MB held]"
 
     async def open(self, expected: Sequence[int]) -> None:
         """Begin to take and give; these groups are on their way."""
@@ -238,7 +252,7 @@ class TrajectoryQueue:
             waiting_groups=self._buffer.waiting,
             held_groups=self._buffer.groups,
             held_bytes=self._buffer.nbytes,
-            loop=self._loop_health.report(),
+            loop=self._telemetry.loop(),
         )
 
     async def close(self) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import cloudpickle
 import pytest
-import ray
 from ray.actor import ActorHandle
 
 from areal_ray.actors.crew import Crew
@@ -160,10 +159,7 @@ class RehearsedCrew:
 
     @property
     def workers(self) -> dict[str, ActorHandle]:
-        return {
-            f"worker-{index}": ray.get_actor(f"worker-{index}")
-            for index in range(self.config.rollout.workers)
-        }
+        return self.crew.workers
 
     async def _step(
         self, fresh_at: int, once_trained: Callable[[], Awaitable[None]]

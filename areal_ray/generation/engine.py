@@ -77,4 +77,19 @@ class Engine(Protocol):
     @property
     def is_dead(self) -> bool: ...
 
+    @property
+    def is_resting(self) -> bool: ...
+
+    @property
+    def stands_still(self) -> bool:
+        """It rests, or is paused for an update of its weights."""
+
+    @property
+    def version(self) -> WeightVersion:
+        """That it serves."""
+
+    @property
+    def generated_tokens(self) -> int:
+        """Since it was made."""
+
     async def close(self) -> None: ...

@@ -86,6 +86,7 @@ class SimulatedEngine:
         self._fault_timers: set[Timer] = set()
         self._waiting: set[asyncio.Future[str]] = set()
         self._running: dict[str, SimulatedGeneration] = {}
+        self._generated_tokens = 0
         self.weights = SimulatedWeights(self, spec.staging)
         self._switch = WeightSwitch(
             self.weights,
@@ -137,6 +138,7 @@ class SimulatedEngine:
         finally:
             del self._running[request.request_id]
         completions = made.completions(self._work.time(), known=[0] * request.n)
+        self._generated_tokens += sum(len(completion.token_ids) for completion in completions)
         is_whole = all(completion.finish_reason for completion in completions)
         return GenerationResult(
             request_id=request.request_id,
@@ -185,6 +187,22 @@ class SimulatedEngine:
     def is_dead(self) -> bool:
         """It did not come up, or it is lost. A wedged one looks alive."""
         return not self._is_started or bool(self._lost)
+
+    @property
+    def is_resting(self) -> bool:
+        return self._switch.is_resting
+
+    @property
+    def stands_still(self) -> bool:
+        return self._switch.stands_still
+
+    @property
+    def version(self) -> WeightVersion:
+        return self.weights.version
+
+    @property
+    def generated_tokens(self) -> int:
+        return self._generated_tokens
 
     async def close(self) -> None:
         self._lose("was closed")

@@ -65,6 +65,7 @@ class VllmEngine:
         self._version: WeightVersion = 0
         self._running: dict[str, list[StreamedSample]] = {}
         self._pieces = 0
+        self._generated_tokens = 0
         self._piece_came = Changes()
         self._probes = 0
         self._pauses = 0
@@ -170,6 +171,7 @@ class VllmEngine:
         async for output in self._engine.generate(asked, params, request_id):
             for piece in output.outputs:
                 samples[piece.index].add(piece, served_now=self._version)
+                self._generated_tokens += len(piece.token_ids)
             self._pieces += 1
             self._piece_came.notify()
 
@@ -193,6 +195,22 @@ class VllmEngine:
     def is_dead(self) -> bool:
         """It did not come up, or its process is gone: the reason is in the log."""
         return self._llm is None or self._llm.errored
+
+    @property
+    def is_resting(self) -> bool:
+        return self._switch.is_resting
+
+    @property
+    def stands_still(self) -> bool:
+        return self._switch.stands_still
+
+    @property
+    def version(self) -> WeightVersion:
+        return self._version
+
+    @property
+    def generated_tokens(self) -> int:
+        return self._generated_tokens
 
     async def close(self) -> None:
         llm, self._llm = self._llm, None

@@ -82,6 +82,10 @@ class WeightSwitch:
         self._falling_asleep_or_waking = asyncio.Lock()
 
     @property
+    def is_resting(self) -> bool:
+        return self._rest is not None
+
+    @property
     def stands_still(self) -> bool:
         """Resting, or paused for an update: both have their own time limits, and no token can be
         expected."""

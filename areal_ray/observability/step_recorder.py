@@ -48,6 +48,7 @@ class StepRecorder:
         now = time.monotonic()
         generated = rollout.generated_tokens - self._tokens_recorded
         record = StepRecord(
+            at=time.time(),
             step=report.step,
             version=served,
             seconds=now - self._began,
@@ -56,7 +57,10 @@ class StepRecorder:
             tokens_per_s=generated / (now - self._recorded),
             staleness_mean=report.mean_staleness,
             staleness_max=report.max_staleness,
+            staleness_tokens=report.staleness_tokens,
+            staleness_samples=report.staleness_samples,
             queue_groups=waiting.waiting_groups,
+            queue_bytes=waiting.held_bytes,
             groups_failed=rollout.ledger.failed,
             groups_expired=rollout.ledger.expired,
             groups_filtered=rollout.ledger.filtered,
@@ -65,7 +69,9 @@ class StepRecorder:
             waited_s=report.waited_s,
             train_s=report.metrics.seconds,
             staged_s=None if update is None else update.outcome.staged_s,
+            commit_s=None if update is None else update.outcome.committed_s,
             pause_s=None if update is None else update.outcome.longest_pause_s,
+            update_attempts=None if update is None else update.outcome.attempts,
             loss=report.metrics.loss,
             grad_norm=report.metrics.grad_norm,
             lr=report.metrics.lr,

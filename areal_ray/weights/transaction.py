@@ -85,6 +85,8 @@ class Outcome(msgspec.Struct, frozen=True):
     """How many serve the version now."""
     attempts: int
     staged_s: float
+    """The last attempt."""
+    committed_s: float
     longest_pause_s: float
     lost: list[LostEngine]
 
@@ -152,12 +154,14 @@ class WeightUpdates:
         start will get them."""
         async with self.one_at_a_time:
             attempts, staged_s = await self._stage_on_all(version)
+            began = time.perf_counter()
             pauses = await self._commit(self.engines, version)
             return Outcome(
                 version=version,
                 engines=len(pauses),
                 attempts=attempts,
                 staged_s=staged_s,
+                committed_s=time.perf_counter() - began,
                 longest_pause_s=max(pauses, default=0.0),
                 lost=self.lost,
             )

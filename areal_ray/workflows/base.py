@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -24,6 +25,7 @@ from areal_ray.types import (
 )
 
 Generate = Callable[[GenerationRequest], Awaitable[list[Completion]]]
+Span = Callable[[str, str], AbstractContextManager[None]]
 T = TypeVar("T")
 
 
@@ -50,6 +52,7 @@ class RolloutContext:
         tokenizer: PromptTokenizer,
         off_loop: OffLoop,
         rewards: RewardPool,
+        span: Span = lambda name, detail: nullcontext(),
     ) -> None:
         self.samples = samples
         self.sampling = sampling
@@ -58,7 +61,12 @@ class RolloutContext:
         self._tokenizer = tokenizer
         self._off_loop = off_loop
         self._rewards = rewards
+        self._span = span
         self._turns = 0
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """`with context.span("search"):` shows what a workflow does in the run's traces."""
+        return self._span(name, f"group {self._group_id}")
 
     async def encode(self, prompt: Prompt) -> TokenIds:
         return await self._off_loop(lambda: self._tokenizer.encode(prompt))
@@ -70,11 +78,13 @@ class RolloutContext:
         request = GenerationRequest(
             request_id=request_id, prompt_ids=prompt_ids, n=n, sampling=self.sampling
         )
-        completions = await self._generate(request)
+        with self.span("generation"):
+            completions = await self._generate(request)
         return await self._off_loop(lambda: self._with_text(completions))
 
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
-        return await self._rewards.score(prompt, completions)
+        with self.span("reward"):
+            return await self._rewards.score(prompt, completions)
 
     def _with_text(self, completions: list[Completion]) -> list[Completion]:
         texts = self._tokenizer.decode([completion.token_ids for completion in completions])
