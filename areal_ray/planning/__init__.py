@@ -1,0 +1,1 @@
+"""What follows from a config, told before anything starts."""
