@@ -125,7 +125,7 @@ class Run:
             spec = config.warmup.data
             self._demonstrations = self._prompts if spec is None else load_prompts(spec)
             refuse_without_answers(self._demonstrations)
-        self._reward = _reward(reward, config.reward.function)
+        self._reward = checked_reward(_reward(reward, config.reward.function))
         self._workflow = workflow or load_workflow(config.rollout.workflow)
         self._filter = load_filter(config.rollout.filter)
         self._make_model = _model_factory(config)
@@ -143,9 +143,24 @@ class Run:
         """What each evaluation uses."""
         return self._held_out
 
+    def make_files(self) -> RunFiles:
+        """In a directory of the run's own. Blocks: call it off the event loop."""
+        return RunFiles(self._config, self._resumed, self._trackers)
+
+    @property
+    def task(self) -> Task:
+        """What the user brings, as the actors get it."""
+        return Task(
+            prompts=self._prompts,
+            demonstrations=self._demonstrations,
+            packed_workflow=pack(self._workflow),
+            packed_reward=pack(self._reward),
+            packed_filter=pack(self._filter),
+        )
+
     async def train(self, *, overseer: Overseer | None = None) -> RunResult:
         """Train to the end, the goal, or the first Ctrl-C; raises what made it fail."""
-        files = await asyncio.to_thread(RunFiles, self._config, self._resumed, self._trackers)
+        files = await asyncio.to_thread(self.make_files)
         view = open_view(files.directory.name, self._config.steps)
         try:
             with StopSignals() as stop:
@@ -167,7 +182,7 @@ class Run:
     ) -> RunResult:
         async with contextlib.AsyncExitStack() as ending:
             try:
-                crew, config = await stop.race(self._begin(files, view, ending))
+                crew, config = await stop.race(self.begin(files, view, ending))
                 session = await asyncio.to_thread(
                     Session,
                     config,
@@ -202,10 +217,16 @@ class Run:
             last_evaluation=rewards[-1] if rewards else None,
         )
 
-    async def _begin(
-        self, files: RunFiles, view: View, ending: contextlib.AsyncExitStack
+    async def begin(
+        self,
+        files: RunFiles,
+        view: View,
+        ending: contextlib.AsyncExitStack,
+        *,
+        paused: bool = False,
     ) -> tuple[Crew, Config]:
-        """Cluster and model side by side, then the actors; each undone by `ending`."""
+        """Cluster and model side by side, then the actors; each undone by `ending`. `paused`:
+        nothing is rolled out yet."""
         view.phase("connecting to Ray")
         connecting = asyncio.create_task(asyncio.to_thread(connect, self._config))
         ending.push_async_callback(_leave, connecting, view)
@@ -219,17 +240,10 @@ class Run:
         needed = plan(config, device=cluster.device)
         seats = await asyncio.to_thread(adopt, needed) or await reserve(needed)
         ending.push_async_callback(asyncio.to_thread, seats.release)
-        task = Task(
-            prompts=self._prompts,
-            demonstrations=self._demonstrations,
-            packed_workflow=pack(self._workflow),
-            packed_reward=pack(self._reward),
-            packed_filter=pack(self._filter),
-        )
         view.phase(await asyncio.to_thread(staging_memory, config, model_path))
         crew = Crew(
             config,
-            task,
+            self.task,
             model_path=model_path,
             run_dir=files.directory,
             seats=seats,
@@ -243,7 +257,7 @@ class Run:
         warmup = f", {config.warmup.steps} supervised steps" if has_warmup else ""
         where = f" · dashboard {cluster.dashboard_url}" if cluster.dashboard_url else ""
         view.phase(f"starting {config.generation.engines} engines and the trainer{warmup}{where}")
-        await crew.start(view.phase)
+        await crew.start(view.phase, paused=paused)
         return crew, config
 
 
@@ -274,7 +288,10 @@ def _prompts(given: Iterable[Prompt] | None, spec: str | None, key: str) -> list
 def _reward(given: Reward | None, spec: str | None) -> Reward:
     if given is None and spec is None:
         raise ConfigError("reward.function: missing; expected file.py:function")
-    reward = given if given is not None else load_function(spec)
+    return given if given is not None else load_function(spec)
+
+
+def checked_reward(reward: Reward) -> Reward:
     try:
         inspect.signature(reward).bind(None, None)
     except TypeError as error:
