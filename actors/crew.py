@@ -34,11 +34,12 @@ from areal_ray.actors.crew_specs import (
     worker_spec,
 )
 from areal_ray.actors.generation import GenerationActor
+from areal_ray.actors.orders import obey
 from areal_ray.actors.rehearsal import PacedTrainer, Rehearsal
 from areal_ray.actors.rollout_controller import Evaluation, RolloutController, RolloutStatus
 from areal_ray.actors.rollout_worker import RolloutWorker
 from areal_ray.actors.run_monitor import RunMonitor
-from areal_ray.actors.telemetry import MonitorAddress
+from areal_ray.actors.telemetry import MonitorAddress, Telemetry
 from areal_ray.actors.trainer import TrainerActor, TrainReport
 from areal_ray.actors.trainer_calls import TrainerCalls
 from areal_ray.actors.trainer_rank import TrainerRank
@@ -48,6 +49,7 @@ from areal_ray.checkpoints import Checkpoint
 from areal_ray.config import Config
 from areal_ray.deadlines import within
 from areal_ray.errors import PlacementError
+from areal_ray.observability.actor_report import RunFacts
 from areal_ray.placement import Reservation, Slot, engine_plan, reserve
 from areal_ray.types import Prompt, WeightVersion
 from areal_ray.weights.transaction import LostEngine
@@ -102,6 +104,14 @@ class Crew:
             self.monitor = RunMonitor.options(
                 **self._named(MONITOR), num_cpus=0, max_restarts=MAX_CONTROL_RESTARTS
             ).remote(monitor_spec(config, run_dir))
+        self.phase = "starting"
+        """What the run is at, in its own words."""
+        self.telemetry = Telemetry(
+            "run",
+            monitor=self._monitor_address,
+            facts=lambda: RunFacts(phase=self.phase),
+            shown=lambda: f"Run[{self._run}: {self.phase}]",
+        )
         self.queue = TrajectoryQueue.options(
             **self._named("queue"),
             num_cpus=0,
@@ -198,6 +208,7 @@ class Crew:
         """Engines, workers and trainer side by side (the trainer with its supervised phase);
         then the engines get its weights, and rollout begins, unless it is `paused`. `say` hears
         what is done."""
+        self.telemetry.start()
         self._prompts = await asyncio.to_thread(ray.put, self._task.prompts)
         if self._resumed is not None:
             await self.checkpointing.take_up_rollouts(self._resumed)
@@ -220,12 +231,14 @@ class Crew:
     ) -> UpdateReport:
         """Carry the trainer's weights to every engine, then let the controller know: also whether
         they are of a trainer that went on from a checkpoint."""
-        report = await within(
-            update_timeout_s(self._config),
-            self.manager.update_weights.options(name=f"weight update v{version}").remote(version),
-            who="the checkpoint engine manager",
-            doing=f"weight update {version}",
-        )
+        named = self.manager.update_weights.options(name=f"weight update v{version}")
+        with self.telemetry.span("weight update", f"v{version}"):
+            report = await within(
+                update_timeout_s(self._config),
+                named.remote(version),
+                who="the checkpoint engine manager",
+                doing=f"weight update {version}",
+            )
         await self._ask_controller(
             lambda: self.controller.commit_version.remote(version, report.outcome.lost, recovered)
         )
@@ -238,7 +251,8 @@ class Crew:
     async def train_step(self, step: int, version: WeightVersion) -> TrainReport:
         """Learn from the next batch that is fresh enough at this version: while the engines go on
         or, where they share devices with the trainer, while they rest."""
-        return await self._trainer_calls.step(step, version)
+        with self.telemetry.span("step", f"step {step}"):
+            return await self._trainer_calls.step(step, version)
 
     async def recover_trainer(self, version: WeightVersion) -> Checkpoint:
         """It died: it takes up the last checkpoint, and its weights, which are others than those
@@ -298,12 +312,27 @@ class Crew:
 
     async def evaluate(self, prompts: Sequence[Prompt]) -> Evaluation:
         """Greedy answers to `prompts`; begun anew if the controller is restarted meanwhile."""
-        return await until_back(
-            self._config.evaluation.timeout_s,
-            lambda: self.controller.evaluate.options(name="evaluation").remote(prompts),
-            who="the engines",
-            doing="an evaluation (evaluation.timeout_s)",
-        )
+        named = self.controller.evaluate.options(name="evaluation")
+        with self.telemetry.span("evaluation"):
+            return await until_back(
+                self._config.evaluation.timeout_s,
+                lambda: named.remote(prompts),
+                who="the engines",
+                doing="an evaluation (evaluation.timeout_s)",
+            )
+
+    async def obey(self, say: Callable[[str], None]) -> None:
+        """Do what is asked from outside, for as long as anybody can ask."""
+        await obey(self, say)
+
+    async def pause(self) -> None:
+        """Begin no new groups; those that run go on, and are taken. The trainer may wait."""
+        self._trainer_calls.note_pause(True)
+        await self.try_outs.pause()
+
+    async def resume(self) -> None:
+        await self.try_outs.resume()
+        self._trainer_calls.note_pause(False)
 
     async def watch(self) -> None:
         """Wait until something ends the run, and raise it. A controller that was restarted is
@@ -334,6 +363,7 @@ class Crew:
         """Ask all to let go of what they hold; then end them, whether they did or not."""
         # First, or it would mend what is being taken apart.
         await self._close(self.controller.close.remote())
+        await self.telemetry.close()
         try:
             await self._close(
                 *(engine.close.remote() for engine in self.engines.values()),

@@ -21,7 +21,7 @@ from areal_ray.actors.crew_specs import update_timeout_s
 from areal_ray.actors.trainer import TrainReport
 from areal_ray.config import Config, WarmupConfig
 from areal_ray.deadlines import within
-from areal_ray.errors import TrainerLost, described
+from areal_ray.errors import DeadlineExceeded, TrainerLost, described
 from areal_ray.restoring import Undo
 from areal_ray.training.spec import TrainerStart
 from areal_ray.types import Prompt, WeightVersion
@@ -51,6 +51,13 @@ class TrainerCalls:
         self._tell = tell
         self._shared_gpus = shared_gpus
         self._tell_lost = tell_lost
+        self._is_paused = False
+        self._pauses = 0
+
+    def note_pause(self, is_paused: bool) -> None:
+        """Rollout stands still on purpose: meanwhile a batch may take as long as it likes."""
+        self._is_paused = is_paused
+        self._pauses += 1
 
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
@@ -91,13 +98,22 @@ class TrainerCalls:
 
     async def step(self, step: int, version: WeightVersion) -> TrainReport:
         """Wait for a batch that is fresh enough at this version, and learn from it."""
-        await self._ask(
-            self._trainer.take_batch.options(name=f"wait for batch {step}").remote(version),
-            f"waiting for the batch of step {step}",
-        )
+        await self._take_batch(step, version)
         async with self.turn():
             named = self._trainer.train_step.options(name=f"train step {step}")
             return await self._ask(named.remote(step), f"step {step}")
+
+    async def _take_batch(self, step: int, version: WeightVersion) -> None:
+        named = self._trainer.take_batch.options(name=f"wait for batch {step}")
+        while True:
+            pauses = self._pauses
+            try:
+                await self._ask(named.remote(version), f"waiting for the batch of step {step}")
+            except DeadlineExceeded:
+                if not self._is_paused and self._pauses == pauses:
+                    raise
+            else:
+                return
 
     async def take_snapshot(self) -> None:
         named = self._trainer.take_snapshot.options(name="snapshot")

@@ -14,6 +14,7 @@ earlier incarnation means nothing any more.
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from areal_ray.deadlines import within
 from areal_ray.errors import QueueClosed, Superseded
 from areal_ray.observability.actor_report import QueueFacts
 from areal_ray.observability.loop_health import LoopReport
+from areal_ray.observability.spans import Span
 from areal_ray.trajectory_buffer import TrajectoryBuffer
 from areal_ray.types import GroupSummary, TrajectoryGroup, WeightVersion
 
@@ -112,6 +114,8 @@ class TrajectoryQueue:
         self._turns: dict[str, int] = {}
         """How often each holder has asked for a batch."""
         self._closed = False
+        self._came_at: dict[int, float] = {}
+        """When each waiting group came, for the traces."""
         self._changed = Changes()
         self._telemetry = Telemetry(
             "queue",
@@ -195,6 +199,7 @@ class TrajectoryQueue:
             if leased is None:
                 await self._changed.next()
         lease_id, entries = leased
+        self._note_waits([entry.summary.group_id for entry in entries])
         return Lease(
             incarnation=self._incarnation,
             lease_id=lease_id,
@@ -279,7 +284,18 @@ class TrajectoryQueue:
         for reference, chunk in zip(references, chunks, strict=True):
             for position, summary in enumerate(chunk):
                 self._buffer.put(Place(reference, position), summary)
+                self._came_at[summary.group_id] = time.time()
         self._changed.notify()
+
+    def _note_waits(self, lent: Sequence[int]) -> None:
+        now = time.time()
+        for group_id in lent:
+            came_at = self._came_at.pop(group_id, now)
+            span = Span("queue wait", came_at, now - came_at, f"group {group_id}")
+            self._telemetry.spans.add(span)
+        waiting = self._buffer.waiting_payloads
+        for group_id in [one for one in self._came_at if one not in waiting]:
+            del self._came_at[group_id]  # it has expired, or was dropped
 
     def _would_answer(self, summary: GroupSummary) -> bool:
         """Whether this group, offered now, would be taken or refused for good."""

@@ -17,9 +17,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
+import ray
 
 from areal_ray.actors.crew import Crew
 from areal_ray.actors.crew_specs import Task
+from areal_ray.actors.watching import MonitorView
 from areal_ray.algorithms import Algorithm
 from areal_ray.checkpoints import (
     LATEST,
@@ -34,14 +36,16 @@ from areal_ray.data import load_prompts
 from areal_ray.data.source import as_prompts, refuse_without_answers
 from areal_ray.errors import ConfigError, ModelError, PluginError, described, root_cause
 from areal_ray.observability.run_files import RunFiles, latest_checkpoint
-from areal_ray.observability.terminal import View, open_view
+from areal_ray.observability.terminal import open_view
 from areal_ray.observability.trackers import load_trackers
 from areal_ray.observability.tracking import Tracker
+from areal_ray.observability.views import View, Views
 from areal_ray.oversight import Overseer
 from areal_ray.placement import Cluster, adopt, connect, plan, reserve
 from areal_ray.plugins import load_function, pack
 from areal_ray.rewards import Reward
 from areal_ray.session import Ending, Session
+from areal_ray.sights import Sights, leave_report
 from areal_ray.stopping import StopRequested, StopSignals
 from areal_ray.types import Prompt
 from areal_ray.weights.memory import staging_memory
@@ -65,7 +69,7 @@ class RunResult(msgspec.Struct, frozen=True):
             )
         if self.steps:
             lines.append(f"  model            {self.directory}/model")
-        lines.append(f"  metrics, curve   {self.directory}")
+        lines.append(f"  report           {self.directory}/report.html")
         return "\n".join(lines)
 
 
@@ -168,6 +172,7 @@ class Run:
         except BaseException as error:
             view.close()
             await _close_after(files, error)
+            await asyncio.to_thread(leave_report, files.directory)
             # Raised as what it is, so that it stands on the last line of the last screen.
             if (cause := root_cause(error)) is error:
                 raise
@@ -175,6 +180,7 @@ class Run:
         view.close()
         stopped = StopRequested() if result.ended == "stopped" else None
         await asyncio.to_thread(files.close, stopped)
+        await asyncio.to_thread(leave_report, files.directory)
         return result
 
     async def _train(
@@ -183,6 +189,7 @@ class Run:
         async with contextlib.AsyncExitStack() as ending:
             try:
                 crew, config = await stop.race(self.begin(files, view, ending))
+                view = Views(view, MonitorView(crew))
                 session = await asyncio.to_thread(
                     Session,
                     config,
@@ -253,9 +260,14 @@ class Run:
             await asyncio.to_thread(crew.checkpointing.store.forget_after, self._resumed.step)
             view.phase(f"going on from {self._resumed.directory}")
         ending.push_async_exit(crew)
+        sights = Sights(config, files.directory)
+        ending.push_async_exit(sights)
+        await sights.open(crew, ray.get_runtime_context().gcs_address)
+        view = Views(view, MonitorView(crew))
         has_warmup = config.warmup.steps and self._resumed is None
         warmup = f", {config.warmup.steps} supervised steps" if has_warmup else ""
         where = f" · dashboard {cluster.dashboard_url}" if cluster.dashboard_url else ""
+        where += f" · report {sights.report_url}" if sights.report_url else ""
         view.phase(f"starting {config.generation.engines} engines and the trainer{warmup}{where}")
         await crew.start(view.phase, paused=paused)
         return crew, config

@@ -12,6 +12,7 @@ that comes back meanwhile gets the trainer's weights, and answers with those.)
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -23,7 +24,7 @@ from areal_ray.errors import CheckpointError, QueueClosed, TrainerLost, describe
 from areal_ray.observability.records import EvaluationRecord, StepRecord
 from areal_ray.observability.run_files import RunFiles
 from areal_ray.observability.step_recorder import StepRecorder
-from areal_ray.observability.terminal import View
+from areal_ray.observability.views import View
 from areal_ray.oversight import Overseer
 from areal_ray.stopping import StopSignals
 from areal_ray.tasks import guarded
@@ -98,7 +99,10 @@ class Session:
         self._view.phase("training")
         try:
             return await guarded(
-                self._learn(), self._crew.watch(), self._end_rollout_when_stopped()
+                self._learn(),
+                self._crew.watch(),
+                self._end_rollout_when_stopped(),
+                self._crew.obey(self._view.phase),
             )
         except BaseException:
             under_way = [task for task in (self._evaluation, self._saving) if task is not None]
@@ -217,7 +221,7 @@ class Session:
         while self._recoveries < may_restart:
             self._recoveries += 1
             logs.warning("{}", lost)
-            self._view.phase("the trainer is lost: going on from the last checkpoint")
+            self._view.warn("the trainer is lost: going on from the last checkpoint")
             try:
                 checkpoint = await self._crew.recover_trainer(self._version + 1)
             except TrainerLost as again:
@@ -259,7 +263,7 @@ class Session:
     def _tell_unsaved(self, step: int, error: Exception) -> None:
         told = f"the checkpoint of step {step} was not written: {described(error)}"
         logs.warning("{}", told)
-        self._view.phase(told)
+        self._view.warn(told)
 
     def _begin_evaluation(self) -> None:
         """Evaluate the version that the engines serve, unless that is done or under way."""
@@ -286,6 +290,7 @@ class Session:
             seconds=self._recorder.seconds,
             prompts=evaluation.prompts,
             reward=evaluation.mean_reward,
+            at=time.time(),
         )
         self.evaluations.append(record)
         self._files.record(record)

@@ -51,6 +51,8 @@ class PlayedCrew:
             mean_response_tokens=1.0,
             mean_staleness=0.0,
             max_staleness=0,
+            staleness_tokens=[1],
+            staleness_samples=[1],
             waited_s=0.0,
             metrics=metrics,
             group_ids=[],
@@ -60,7 +62,9 @@ class PlayedCrew:
     async def update_weights(self, version: int) -> SimpleNamespace:
         self.asked.append(f"version {version}")
         self.served = version
-        outcome = SimpleNamespace(version=version, staged_s=0.0, longest_pause_s=0.0)
+        outcome = SimpleNamespace(
+            version=version, staged_s=0.0, committed_s=0.0, longest_pause_s=0.0, attempts=1
+        )
         return SimpleNamespace(outcome=outcome, loop=LOOP)
 
     async def note_version(self, version: int) -> None:
@@ -93,12 +97,15 @@ class PlayedCrew:
     async def status(self) -> tuple[SimpleNamespace, SimpleNamespace]:
         counts = LedgerCounts()
         rollout = SimpleNamespace(ledger=counts, generated_tokens=0, engines=[], loops={})
-        return rollout, SimpleNamespace(waiting_groups=0, loop=LOOP)
+        return rollout, SimpleNamespace(waiting_groups=0, held_bytes=0, loop=LOOP)
 
 
 class PlayedView:
     def __init__(self) -> None:
         self.said: list[str] = []
+
+    def warn(self, text: str) -> None:
+        self.phase(text)
 
     def phase(self, text: str) -> None:
         self.said.append(text)

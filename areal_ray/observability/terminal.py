@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -13,20 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_ray.observability.records import EvaluationRecord, StepRecord
+from areal_ray.observability.views import View
 
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARKLINE_STEPS = 48
-
-
-class View(Protocol):
-    def phase(self, text: str) -> None:
-        """What the run is doing now, when it is not training."""
-
-    def step(self, record: StepRecord) -> None: ...
-
-    def evaluation(self, record: EvaluationRecord) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def open_view(name: str, steps: int, console: Console | None = None) -> View:
@@ -44,6 +33,9 @@ class PlainView:
         self._began = time.monotonic()
 
     def phase(self, text: str) -> None:
+        self._say(text)
+
+    def warn(self, text: str) -> None:
         self._say(text)
 
     def step(self, record: StepRecord) -> None:
@@ -85,6 +77,9 @@ class LiveView:
         self._live.start()
 
     def phase(self, text: str) -> None:
+        self._phase = text
+
+    def warn(self, text: str) -> None:
         self._phase = text
 
     def step(self, record: StepRecord) -> None:

@@ -1,0 +1,82 @@
+"""What can be seen of a run: live at a local address and from other shells, and what stays of it.
+
+Nothing here may hold up or end a run: what fails is told, and the run goes on without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from areal_ray import logs
+from areal_ray.config import Config
+from areal_ray.deadlines import within
+from areal_ray.errors import described
+from areal_ray.observability.chrome_trace import write_trace
+from areal_ray.observability.report import LiveReport, write_report
+from areal_ray.run_address import RunAddress, publish, withdraw
+
+if TYPE_CHECKING:
+    from areal_ray.actors.crew import Crew
+
+TRACE = "trace.json"
+TRACE_TIMEOUT_S = 10.0
+
+
+class Sights:
+    """Closed before the crew is: its actors are asked for the trace of the run's end."""
+
+    def __init__(self, config: Config, directory: Path) -> None:
+        self._config = config.observability
+        self._directory = directory
+        self._live: LiveReport | None = None
+        self._crew: Crew | None = None
+        self.report_url = ""
+
+    async def open(self, crew: Crew, ray_address: str) -> None:
+        """From now on others can find the run, by its directory, and see how it does."""
+        self._crew = crew
+        try:
+            if self._config.live_report:
+                self._live = LiveReport(self._directory)
+                self.report_url = await asyncio.to_thread(self._live.start)
+            if (at := crew.monitor_address) is not None:
+                address = RunAddress(ray_address, at.name, at.namespace, self.report_url)
+                await asyncio.to_thread(publish, self._directory, address)
+        except OSError as error:
+            logs.warning("the run can't be seen from outside: {}", described(error))
+
+    async def __aenter__(self) -> Sights:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        is_to_end_at_once = kind is not None and issubclass(kind, asyncio.CancelledError)
+        if not is_to_end_at_once:
+            await self._keep_trace()
+        await asyncio.to_thread(withdraw, self._directory)
+        if self._live is not None:
+            await asyncio.to_thread(self._live.close)
+
+    async def _keep_trace(self) -> None:
+        if self._crew is None or self._crew.monitor is None or not self._config.trace_s:
+            return
+        try:
+            spans = await within(
+                TRACE_TIMEOUT_S,
+                self._crew.monitor.spans.remote(time.time() - self._config.trace_s),
+                who="the monitor",
+                doing="gathering a trace",
+            )
+            await asyncio.to_thread(write_trace, self._directory / TRACE, spans)
+        except Exception as error:  # noqa: BLE001 - the run's end must not depend on it
+            logs.warning("the trace was not written: {}", described(error))
+
+
+def leave_report(directory: Path) -> None:
+    """The report of a run that is over. Blocks: call it off the event loop."""
+    try:
+        write_report(directory)
+    except Exception as error:  # noqa: BLE001 - the run is over: its outcome is what counts
+        logs.warning("the report was not written: {}", described(error))
