@@ -42,13 +42,13 @@ class TrackerThread:
         self._handing_over = threading.Lock()
         self._given = 0
         self._written = 0
-        self._has_failed = False
+        self._is_left_out = False
         # A daemon: the process must be able to end while a tracker is stuck.
         self._thread = threading.Thread(target=self._work, name=f"tracker {self.name}", daemon=True)
         self._thread.start()
 
     def log(self, record: Record) -> None:
-        if self._has_failed:
+        if self._is_left_out:
             return
         with self._handing_over:
             self._given += 1
@@ -62,10 +62,11 @@ class TrackerThread:
     def tell_unwritten(self, deadline: float) -> None:
         """Wait for the end until `deadline`, by the monotonic clock; say what is missing then."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
-        if self._has_failed:
+        if self._is_left_out:
             return
         unwritten = self._given - self._written
         if self._thread.is_alive():
+            self._is_left_out = True
             logs.warning(
                 "the tracker {} could not be closed in time: {} records were not written to it. "
                 "metrics.jsonl has everything",
@@ -89,7 +90,9 @@ class TrackerThread:
                 self._written += 1
             self._tracker.close(item.error)
         except BaseException as error:  # noqa: BLE001 - told; whatever it is, it is the tracker's
-            self._has_failed = True
+            if self._is_left_out:
+                return  # told already that it was not closed in time
+            self._is_left_out = True
             logs.warning(
                 "the tracker {} failed and is left out from now on: {}. metrics.jsonl has "
                 "everything",

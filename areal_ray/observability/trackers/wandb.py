@@ -32,7 +32,7 @@ class WandbTracker:
         if wandb.setup().settings.mode in WITHOUT_A_LOGIN:
             return
         try:
-            wandb.login()
+            wandb.login(verify=False)  # a server that is away is no reason to refuse a run
         except wandb.Error as error:
             raise ConfigError(
                 f"observability.trackers: wandb can't log in: {error}; expected a login (`wandb "
@@ -58,7 +58,9 @@ class WandbTracker:
                 # The live view is drawn on the same terminal.
                 console="off",
                 silent=True,
-                # Past it W&B would hold up the end of the process; its files can be synced later.
+                # Without limits W&B holds up the end of the process while nobody answers: 70 s
+                # after a short run's, with a server that could not be reached.
+                init_timeout=CLOSE_TIMEOUT_S,
                 finish_timeout=0.75 * CLOSE_TIMEOUT_S,
                 finish_timeout_raises=True,
             ),
