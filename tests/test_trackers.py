@@ -513,6 +513,49 @@ def test_what_is_not_installed_is_refused_with_what_to_install(
     assert f'pip install "areal_ray[{tracker}]"' in str(refused.value)
 
 
+def test_wandb_without_a_login_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+
+    wandb.teardown()  # its settings are read once
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
+    with pytest.raises(ConfigError, match="wandb can't log in: .*, or WANDB_MODE=offline"):
+        load_trackers(["wandb"])
+    wandb.teardown()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no engine is left"), StopRequested()])
+async def test_a_run_hands_its_trackers_what_ended_it(tmp_path: Path, error: Exception) -> None:
+    from areal_ray.run import Run
+
+    class EndsAtOnce(Run):
+        async def begin(
+            self, files: RunFiles, view: object, ending: object, *, paused: bool = False
+        ) -> tuple[object, Config]:
+            files.open_trackers(config)
+            raise error
+
+    collector, config = Collector(), config_of(tmp_path)
+    run = EndsAtOnce(
+        config,
+        prompts=[Prompt(text="1+1=")],
+        reward=lambda prompt, completion: 0.0,
+        trackers=[collector],
+    )
+    if isinstance(error, StopRequested):
+        assert (await run.train()).ended == "stopped"
+    else:
+        with pytest.raises(RuntimeError, match="no engine is left"):
+            await run.train()
+    assert collector.run.name == "demo"
+    (told,) = collector.closed_with
+    assert isinstance(told, type(error))
+
+
 def test_a_run_refuses_its_trackers_before_anything_starts(
     tmp_path: Path, not_installed: Callable[[str], None]
 ) -> None:
