@@ -1,6 +1,6 @@
 """From a config to bundles, and from bundles to a reserved part of the cluster."""
 
-from areal_ray.placement.cluster import Cluster, connect, device_of
+from areal_ray.placement.cluster import Cluster, connect, device_of, join
 from areal_ray.placement.plan import Bundle, PlacementPlan, Seat, engine_plan, plan
 from areal_ray.placement.reservation import Reservation, Slot, adopt, reserve
 
@@ -15,6 +15,7 @@ __all__ = [
     "connect",
     "device_of",
     "engine_plan",
+    "join",
     "plan",
     "reserve",
 ]

@@ -12,12 +12,12 @@ import math
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 
 from areal_ray import logs
 from areal_ray.config import Config
@@ -65,10 +65,23 @@ def connect(config: Config) -> Cluster:
     return Cluster(started_here=started_here, device=device, dashboard_url=_dashboard_url())
 
 
+def join(address: str = "auto") -> None:
+    """Join a running cluster: one at `address`, or the one at RAY_ADDRESS or else on this machine.
+
+    Blocks, and raises what Ray does: a `ConnectionError`, or a `RuntimeError` if versions differ.
+    """
+    if address == "auto":
+        address = services.get_ray_address_from_environment("auto", None)
+    # Or Ray looks for a cluster that listens on loopback at the host's outer address.
+    is_local = address.rpartition(":")[0] in (LOOPBACK, "localhost")
+    with _laptop_mode() if is_local else nullcontext():
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+
+
 def _init(config: Config) -> bool:
     if os.environ.get("RAY_ADDRESS"):
         try:
-            ray.init(log_to_driver=False)
+            join()
         except ConnectionError as error:
             raise PlacementError(
                 f"RAY_ADDRESS is {os.environ['RAY_ADDRESS']}, but no cluster answers there: {error}"
