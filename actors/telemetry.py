@@ -99,7 +99,7 @@ class Telemetry:
             telling.cancel()
             await asyncio.gather(telling, return_exceptions=True)
             try:
-                await self._tell(LAST_WORD_TIMEOUT_S)
+                await self._tell(LAST_WORD_TIMEOUT_S, is_last=True)
             except Exception as error:  # noqa: BLE001 - what ends must end, heard or not
                 logs.debug("{}: its last word was not heard: {}", self._who, described(error))
 
@@ -118,12 +118,12 @@ class Telemetry:
                 self._is_troubled = True
 
     async def _tell(
-        self, timeout_s: float, *, spans_since: float | None = None
+        self, timeout_s: float, *, spans_since: float | None = None, is_last: bool = False
     ) -> SpansWanted | None:
         if self._monitor is None:
             address = self._address
             self._monitor = await asyncio.to_thread(ray.get_actor, address.name, address.namespace)
-        report = self._report(spans_since)
+        report = self._report(spans_since, is_last)
         wanted = await within(
             timeout_s, self._monitor.hear.remote(report), who="the monitor", doing="listening"
         )
@@ -131,7 +131,7 @@ class Telemetry:
         del self._records[: len(report.records)]
         return wanted
 
-    def _report(self, spans_since: float | None) -> ActorReport:
+    def _report(self, spans_since: float | None, is_last: bool) -> ActorReport:
         loop = self._health.report()
         return ActorReport(
             who=self._who,
@@ -146,5 +146,6 @@ class Telemetry:
             timings=self.spans.timings,
             events=list(self._events),
             records=list(self._records),
+            is_last=is_last,
             spans=None if spans_since is None else self.spans.since(spans_since),
         )

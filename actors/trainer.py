@@ -214,10 +214,13 @@ class TrainerActor:
     async def finish(self, directory: str) -> None:
         """Export, and see that every rollout is in its file: raises if either is not."""
         await self.export(directory)
-        await self.close()
+        await self._close_rollouts()
 
     async def close(self) -> None:
         await self._rank.telemetry.close()
+        await self._close_rollouts()
+
+    async def _close_rollouts(self) -> None:
         rollouts, self._rollouts = self._rollouts, None
         if rollouts is not None:
             await asyncio.to_thread(rollouts.close)

@@ -12,11 +12,11 @@ import sys
 from collections.abc import Sequence
 
 from areal_ray import __version__
-from areal_ray.cli import plan, train
+from areal_ray.cli import control, dashboard, doctor, plan, report, status, trace, train
 from areal_ray.cli.command import refuse
 from areal_ray.errors import REFUSALS, ArealRayError, described
 
-COMMANDS = (train, plan)
+COMMANDS = (train, plan, doctor, dashboard, status, control, trace, report)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -86,6 +86,8 @@ class ActorReport(msgspec.Struct, frozen=True):
     """Since the last report."""
     records: list[Record] = []
     """Steps and evaluations since then; the driver tells them."""
+    is_last: bool = False
+    """Nothing more will come of this process."""
     spans: list[Span] | None = None
     """If it was asked for them."""
 

@@ -12,7 +12,7 @@ is a cell {"busy": 0.6, "paused": 0.4}. After a restart it tells {"restarting": 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from areal_ray.observability.actor_report import (
@@ -24,12 +24,17 @@ from areal_ray.observability.actor_report import (
 )
 from areal_ray.observability.records import EvaluationRecord, Record, StepRecord
 from areal_ray.observability.run_status import ActorSpans, ActorStatus, RunStatus
-from areal_ray.observability.timeline import ActivityRecord, EventRecord, TimelineRecord
+from areal_ray.observability.timeline import (
+    Activity,
+    ActivityRecord,
+    EventRecord,
+    TimelineRecord,
+)
 
 KEPT_EVENTS = 50
 KEPT_REWARDS = 120
-PACE_CELLS = 5
-"""Over so many cells an engine's tokens/s are averaged."""
+RECENT_CELLS = 5
+"""Over so many cells an actor's tokens/s and the shares of its time are told."""
 SILENT_S = 5.0
 """Who has not told anything for so long is not waited for."""
 
@@ -68,7 +73,7 @@ class Board:
         self._began = clock()
         self._last: dict[str, ActorReport] = {}
         self._heard_at: dict[str, float] = {}
-        self._paces: dict[str, deque[tuple[float, int]]] = {}
+        self._cells: dict[str, deque[ActivityRecord]] = {}
         self._step: StepRecord | None = None
         self._evaluations: list[EvaluationRecord] = []
         self._rewards: deque[float] = deque(maxlen=KEPT_REWARDS)
@@ -88,9 +93,7 @@ class Board:
         cell = cell_between(before, report)
         if cell is None:
             return list(report.events)
-        self._paces.setdefault(report.who, deque(maxlen=PACE_CELLS)).append(
-            (sum(cell.seconds.values()), cell.tokens)
-        )
+        self._cells.setdefault(report.who, deque(maxlen=RECENT_CELLS)).append(cell)
         return [*report.events, cell]
 
     def _note(self, record: Record) -> None:
@@ -102,11 +105,15 @@ class Board:
 
     def those_who_tell(self) -> list[str]:
         now = self._clock()
-        return [who for who, heard_at in self._heard_at.items() if now - heard_at < SILENT_S]
+        return [
+            who
+            for who, heard_at in self._heard_at.items()
+            if now - heard_at < SILENT_S and not self._last[who].is_last
+        ]
 
     def forget(self, who: str) -> None:
         """It has left for good."""
-        for known in (self._last, self._heard_at, self._paces):
+        for known in (self._last, self._heard_at, self._cells):
             known.pop(who, None)
 
     def status(self) -> RunStatus:
@@ -123,16 +130,26 @@ class Board:
             last_evaluation=self._evaluations[-1] if self._evaluations else None,
             rewards=list(self._rewards),
             actors=[
-                ActorStatus(report, now - self._heard_at[who], self._pace(who))
+                self._status_of(report, now - self._heard_at[who])
                 for who, report in self._last.items()
             ],
             events=list(self._events),
         )
 
-    def _pace(self, who: str) -> float:
-        cells = self._paces.get(who, ())
-        seconds = sum(length for length, _ in cells)
-        return sum(tokens for _, tokens in cells) / seconds if seconds else 0.0
+    def _status_of(self, report: ActorReport, age_s: float) -> ActorStatus:
+        cells = self._cells.get(report.who, ())
+        spent: Counter[Activity] = Counter()
+        for cell in cells:
+            spent.update(cell.seconds)
+        seconds = spent.total()
+        if not seconds:
+            return ActorStatus(report, age_s)
+        return ActorStatus(
+            report,
+            age_s,
+            tokens_per_s=sum(cell.tokens for cell in cells) / seconds,
+            shares={activity: share / seconds for activity, share in spent.items()},
+        )
 
 
 def cell_between(before: ActorReport | None, now: ActorReport) -> ActivityRecord | None:

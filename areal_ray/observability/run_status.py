@@ -7,7 +7,7 @@ import msgspec
 from areal_ray.observability.actor_report import ActorReport
 from areal_ray.observability.records import EvaluationRecord, StepRecord
 from areal_ray.observability.spans import Span
-from areal_ray.observability.timeline import EventRecord
+from areal_ray.observability.timeline import Activity, EventRecord
 
 
 class ActorStatus(msgspec.Struct, frozen=True):
@@ -15,7 +15,8 @@ class ActorStatus(msgspec.Struct, frozen=True):
     age_s: float
     """How long ago it told so."""
     tokens_per_s: float = 0.0
-    """Over the last cells."""
+    """Over the last cells, as the shares of its time."""
+    shares: dict[Activity, float] = {}
 
 
 class RunStatus(msgspec.Struct, frozen=True):
