@@ -39,9 +39,10 @@ class MlflowTracker:
 
     def __init__(self) -> None:
         if urlsplit(mlflow.get_tracking_uri()).scheme.partition("+")[0] in DATABASES:
-            # What mlflow-skinny leaves out.
-            importlib.import_module("sqlalchemy")
-            importlib.import_module("alembic")
+            # What mlflow-skinny leaves out. Now, not in the thread: it takes a second, and an event
+            # loop beside it does not get the interpreter for parts of that.
+            importlib.import_module("mlflow.store.tracking.sqlalchemy_store")
+            importlib.import_module("alembic.command")
 
     def open(self, run: TrackedRun) -> None:
         self._client = MlflowClient()

@@ -69,7 +69,7 @@ class WandbTracker:
         # that ends after later steps, or all that is done again after a resume.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
-        if self._run.url:
+        if not self._run.offline:
             logs.debug("Weights & Biases: {}", self._run.url)
 
     def log(self, record: Record) -> None:
