@@ -18,6 +18,9 @@ from typing import Literal
 
 import ray
 from ray._private import ray_constants, services
+from ray._private.authentication.authentication_token_setup import AUTH_MODE_ENV_VAR
+from ray._raylet import AuthenticationTokenLoader
+from ray._raylet import Config as ray_config  # noqa: N813
 
 from areal_ray import logs
 from areal_ray.config import Config
@@ -72,10 +75,20 @@ def join(address: str = "auto") -> None:
     """
     if address == "auto":
         address = services.get_ray_address_from_environment("auto", None)
+    _send_token_if_there_is_one()
     # Or Ray looks for a cluster that listens on loopback at the host's outer address.
     is_local = address.rpartition(":")[0] in (LOOPBACK, "localhost")
     with _laptop_mode() if is_local else nullcontext():
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+
+
+def _send_token_if_there_is_one() -> None:
+    """Ray itself does so for a cluster that it found, but not for one at an address: and one that
+    was started on this machine asks for the token that it left here."""
+    has_token = AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True)
+    if has_token and os.environ.get(AUTH_MODE_ENV_VAR) is None:
+        os.environ[AUTH_MODE_ENV_VAR] = "token"
+        ray_config.initialize("")
 
 
 def _init(config: Config) -> bool:
