@@ -8,17 +8,27 @@ READY := $(VENV)/.ready
 TORCH := torch==2.13.0
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: demo test check setup clean
+.PHONY: demo test check browser setup clean
 
 demo: $(READY)
 	$(BIN)/areal-ray train examples/arithmetic.yaml
 
-test: $(READY) check
+test: $(READY) check browser
 	$(BIN)/pytest
 
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# What pages are tested with. No package index has it.
+browser:
+	@if ! { command -v chromium && command -v chromedriver; } >/dev/null; then \
+		as_root=$$(test "$$(id -u)" = 0 || echo sudo); \
+		$$as_root apt-get update -qq && $$as_root apt-get install -qq -y chromium chromium-driver \
+		|| { echo "make test needs chromium and chromedriver, and apt-get could not install them:" \
+			"install the packages chromium and chromium-driver, or what your system calls them" >&2; \
+			exit 1; }; \
+	fi
 
 setup: $(READY)
 

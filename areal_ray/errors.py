@@ -19,6 +19,10 @@ class PluginError(ArealRayError):
     """A `file.py:name` or `module:name` in the config does not lead to what it should."""
 
 
+class NoRun(ArealRayError):
+    """A directory that should be a run's is none."""
+
+
 class DataError(ArealRayError):
     """A prompt source holds something that is not a prompt."""
 
@@ -126,7 +130,7 @@ class TooManyFailures(ArealRayError):
     """The error budget for rollouts is used up; the first failure is the cause."""
 
 
-REFUSALS = (CheckpointError, ConfigError, DataError, ModelError, PluginError)
+REFUSALS = (CheckpointError, ConfigError, DataError, ModelError, NoRun, PluginError)
 """What a user asked for can't be had: raised before anything starts."""
 
 
