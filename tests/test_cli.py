@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,8 @@ import pytest
 
 from areal_ray.checkpoints import CheckpointStore, Draws
 from areal_ray.cli import main
+from areal_ray.cli.completion import commands_of
+from areal_ray.cli.main import make_parser
 from areal_ray.config import LoraConfig
 
 
@@ -140,3 +143,92 @@ def test_a_checkpoint_of_other_adapters_is_not_taken_up(
         "expected the same, got trainer.groups_per_step 32, seed 0 and data.shuffle true, with "
         'trainer.lora {"rank":4,"alpha":8.0,"targets":"all-linear"}'
     ) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"steps": "0"}, "steps: expected an integer >= 1, got 0"),
+        ({"data": "{train: mine.py:nothing}"}, "mine.py:nothing: holds no prompts"),
+        ({"trainer": "{ranks: 2}", "generation": "{colocated: true}"}, "generation.colocated"),
+        ({"model": "{path: /}"}, "model.path: / holds no config.json"),
+    ],
+)
+def test_plan_refuses_what_train_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sections: dict[str, str], message: str
+) -> None:
+    assert main(["plan", config(tmp_path, **sections)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_plan_for_programs_holds_what_a_person_sees(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan", config(tmp_path), "trainer.ranks=2", "--gpus", "4", "--nodes", "2"]
+    assert main([*arguments, "--json", "generation.engines=2"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["name"] == "test"
+    assert plan["placement"]["gpus"] == 4
+    assert [node["gpus_used"] for node in plan["placement"]["nodes"]] == [2, 2]
+    shown = main(arguments)
+    told = capsys.readouterr().out
+    assert shown == 0
+    for chapter in plan["chapters"]:
+        assert chapter["title"] in told
+
+
+def test_a_plan_that_does_not_fit_ends_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan", config(tmp_path, device="cuda"), "generation.tensor_parallel=2"]
+    assert main([*arguments, "--nodes", "3", "--gpus-per-node", "1"]) == 1
+    told = capsys.readouterr().out
+    assert "3 GPUs and 2 CPUs in all: it does not fit" in told
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--gpus", "3", "--nodes", "2"], "--gpus: 3 can't be shared out evenly on 2 nodes"),
+        (["--gpus", "3", "--nodes", "1", "--gpus-per-node", "2"], "1 nodes × 2 GPUs = 2, got 3"),
+        (["--nodes", "0"], "--nodes: expected a number >= 1, got 0"),
+    ],
+)
+def test_nodes_that_can_not_be_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    assert main(["plan", config(tmp_path), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_every_command_tells_examples_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in commands_of(make_parser()):
+        with pytest.raises(SystemExit) as ended:
+            main([command.name, "--help"])
+        assert ended.value.code == 0
+        told = capsys.readouterr().out
+        assert f"  areal-ray {command.name}" in told, "an example"
+        assert "exit codes:" in told
+        assert max(map(len, told.splitlines())) <= 100
+
+
+def test_what_only_some_commands_take_is_refused_by_the_others() -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(["doctor", "steps=3"])
+    assert refused.value.code == 2
+
+
+def test_doctors_exit_code_tells_whether_there_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from areal_ray.cli import doctor
+    from areal_ray.doctor.finding import Check, ok, problem, warning
+
+    found = [ok("Python", "3.11"), warning("disk", "little", "free some")]
+    monkeypatch.setattr(doctor, "_checks", lambda *_: [Check("all", lambda: found)])
+    assert main(["doctor"]) == 0
+    assert "→ free some" in capsys.readouterr().out
+    found.append(problem("torch", "broken", "install it anew"))
+    assert main(["doctor"]) == 1
+    assert "1 problem, 1 warning" in capsys.readouterr().out
