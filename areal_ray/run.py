@@ -42,6 +42,7 @@ from areal_ray.observability.tracking import Tracker
 from areal_ray.observability.views import View, Views
 from areal_ray.oversight import Overseer
 from areal_ray.placement import Cluster, adopt, connect, plan, reserve
+from areal_ray.placement.job import stop_warning
 from areal_ray.plugins import load_function, pack
 from areal_ray.rewards import Reward
 from areal_ray.session import Ending, Session
@@ -239,6 +240,8 @@ class Run:
         ending.push_async_callback(_leave, connecting, view)
         model_path = await asyncio.to_thread(self._make_model, files.base_model)
         cluster = await asyncio.shield(connecting)
+        if warning := stop_warning():
+            view.warn(warning)
         config = resolve(self._config, device=cluster.device)
         # Once more, now that the device is known.
         check(config, held_out_given=bool(self._held_out))

@@ -21,10 +21,12 @@ from ray._private import ray_constants, services
 from ray._private.authentication.authentication_token_setup import AUTH_MODE_ENV_VAR
 from ray._raylet import AuthenticationTokenLoader
 from ray._raylet import Config as ray_config  # noqa: N813
+from ray.job_config import JobConfig
 
 from areal_ray import logs
 from areal_ray.config import Config
 from areal_ray.errors import PlacementError
+from areal_ray.placement.job import RUN_KEY, label_job
 from areal_ray.placement.plan import PlacementPlan, plan
 
 LOOPBACK = "127.0.0.1"
@@ -68,8 +70,9 @@ def connect(config: Config) -> Cluster:
     return Cluster(started_here=started_here, device=device, dashboard_url=_dashboard_url())
 
 
-def join(address: str = "auto") -> None:
+def join(address: str = "auto", *, metadata: dict[str, str] | None = None) -> None:
     """Join a running cluster: one at `address`, or the one at RAY_ADDRESS or else on this machine.
+    `metadata`: of this process as a job there.
 
     Blocks, and raises what Ray does: a `ConnectionError`, or a `RuntimeError` if versions differ.
     """
@@ -79,7 +82,12 @@ def join(address: str = "auto") -> None:
     # Or Ray looks for a cluster that listens on loopback at the host's outer address.
     is_local = address.rpartition(":")[0] in (LOOPBACK, "localhost")
     with _laptop_mode() if is_local else nullcontext():
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        ray.init(
+            address=address,
+            log_to_driver=False,
+            logging_level="ERROR",
+            job_config=JobConfig(metadata=metadata),
+        )
 
 
 def _send_token_if_there_is_one() -> None:
@@ -94,7 +102,8 @@ def _send_token_if_there_is_one() -> None:
 def _init(config: Config) -> bool:
     if os.environ.get("RAY_ADDRESS"):
         try:
-            join()
+            join(metadata={RUN_KEY: config.name})
+            label_job(config.name)
         except ConnectionError as error:
             raise PlacementError(
                 f"RAY_ADDRESS is {os.environ['RAY_ADDRESS']}, but no cluster answers there: {error}"
@@ -109,6 +118,7 @@ def _init(config: Config) -> bool:
             log_to_driver=False,
             logging_level="ERROR",
             dashboard_host=LOOPBACK,
+            job_config=JobConfig(metadata={RUN_KEY: config.name}),
         )
     if ray.util.get_node_ip_address() != LOOPBACK:
         ray.shutdown()
