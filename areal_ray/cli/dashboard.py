@@ -31,7 +31,7 @@ def add(commands: argparse._SubParsersAction) -> None:
             "this on the head node. Otherwise, or with --out, it is written to a file to import."
         ),
         examples=["areal-ray dashboard", "areal-ray dashboard --out areal_ray.json"],
-        exit_codes={0: "written", 1: "it can't be written", 2: "refused: a bad command line"},
+        exit_codes={0: "written", 2: "refused: a bad command line, or no place to write to"},
     )
     dashboard.add_argument("--out", metavar="FILE", type=Path, help="write it there")
     dashboard.add_argument(
