@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ import msgspec
 from areal_ray.errors import ArealRayError, DeadlineExceeded
 
 ASK_TIMEOUT_S = 30.0
+KNOCK_TIMEOUT_S = 5.0
 NODE_TIMEOUT_S = 12.0
 """For a process on each node to start and tell its clock."""
 
@@ -48,6 +50,7 @@ class ClusterFacts(msgspec.Struct, frozen=True):
 def ask(address: str, *, timeout_s: float = ASK_TIMEOUT_S) -> ClusterFacts:
     """`auto`: RAY_ADDRESS, or a cluster on this machine. Raises `ClusterUnreachable`, or
     `DeadlineExceeded`."""
+    _knock(address)
     environment = {**os.environ, "RAY_LOG_TO_STDERR": "0", "PYTHONWARNINGS": "ignore"}
     if address != "auto":  # which would win over what is asked for
         environment.pop("RAY_ADDRESS", None)
@@ -62,6 +65,17 @@ def ask(address: str, *, timeout_s: float = ASK_TIMEOUT_S) -> ClusterFacts:
         lines = asked.stderr.decode(errors="replace").strip().splitlines()
         raise ClusterUnreachable(lines[-1] if lines else f"no cluster answers at {address}")
     return msgspec.json.decode(asked.stdout.strip().splitlines()[-1], type=ClusterFacts)
+
+
+def _knock(address: str) -> None:
+    """Where nobody listens, Ray would try on for a minute."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "/" in host:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), KNOCK_TIMEOUT_S).close()
+    except OSError as error:
+        raise ClusterUnreachable(f"nobody listens at {address}: {error}") from error
 
 
 def main(address: str) -> None:

@@ -133,7 +133,7 @@ def test_who_has_a_port_is_told() -> None:
     the_one(machine.port(8265, None), "ok")
     the_one(machine.port(8265, "ray, python, process 7"), "ok")
     the_one(machine.port(8265, "nginx, process 7"), "warning", mend="--dashboard-port")
-    the_one(machine.port(52365, "ray, python, process 7"), "warning", mend="second cluster")
+    the_one(machine.port(52365, "ray, python, process 7"), "ok", found="a second `ray start`")
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert f"process {os.getpid()}" in machine.listener(server.getsockname()[1])
 
@@ -250,10 +250,17 @@ def test_asking_a_cluster_that_is_not_there_ends_in_time() -> None:
             ask(address, timeout_s=0.5)
 
 
+def test_where_nobody_listens_is_told_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(ClusterUnreachable, match=f"nobody listens at 127.0.0.1:{port}"):
+        ask(f"127.0.0.1:{port}")
+
+
 def test_asking_tells_why_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object, **options: object) -> subprocess.CompletedProcess[bytes]:
         return subprocess.CompletedProcess([], 1, b"", b"a warning\nVersion mismatch: Ray 2.50\n")
 
     monkeypatch.setattr(subprocess, "run", fail)
     with pytest.raises(ClusterUnreachable, match="^Version mismatch: Ray 2.50$"):
-        ask("10.0.0.1:6379")
+        ask("auto")

@@ -10,14 +10,24 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 
 from areal_ray import __version__
-from areal_ray.cli import completion, control, dashboard, doctor, plan, report, status, trace, train
+from areal_ray.cli import (
+    completion,
+    control,
+    dashboard,
+    doctor,
+    plan,
+    reference,
+    report,
+    status,
+    trace,
+    train,
+)
 from areal_ray.cli.command import refuse
 from areal_ray.errors import REFUSALS, ArealRayError, described
 
-COMMANDS = (train, plan, doctor, dashboard, status, control, trace, report, completion)
+COMMANDS = (train, plan, reference, doctor, dashboard, status, control, trace, report, completion)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,7 +53,6 @@ def make_parser() -> argparse.ArgumentParser:
         prog="areal-ray",
         description="Asynchronous reinforcement learning of language models on Ray.",
         epilog="`areal-ray COMMAND --help` tells more, with examples.",
-        formatter_class=partial(argparse.HelpFormatter, max_help_position=16),
     )
     parser.add_argument("--version", action="version", version=f"areal-ray {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")

@@ -111,11 +111,10 @@ def port(number: int, owner: str | None) -> list[Finding]:
     if owner is None:
         return [ok(what, f"free, for {PORTS[number]}")]
     if "ray" in owner.lower():
-        found = f"taken by a running Ray ({owner})"
-        if number != AGENT_PORT:
-            return [ok(what, found)]
-        mend = "for a second cluster on this machine: ray start --dashboard-agent-listen-port=0"
-        return [warning(what, found, mend)]
+        found = f"a running Ray has it ({owner})"
+        if number == AGENT_PORT:
+            found += "; a second `ray start` here needs --dashboard-agent-listen-port=0"
+        return [ok(what, found)]
     option = "--dashboard-agent-listen-port" if number == AGENT_PORT else "--dashboard-port"
     mend = f"end it, or start Ray with another {option}"
     return [warning(what, f"taken by {owner}; {PORTS[number]} wants it", mend)]
