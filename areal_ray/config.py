@@ -69,6 +69,7 @@ class WarmupConfig(Section):
     batch: Count = 64
     """Answers per supervised step."""
     lr: Positive = 1e-5
+    """Of these steps."""
 
 
 class GenerationConfig(Section):
@@ -84,7 +85,9 @@ class GenerationConfig(Section):
     """Trainer and engines share devices and take turns: engines sleep, their requests kept, while
     the trainer computes, and it waits in host memory while they generate."""
     max_new_tokens: Count = 512
+    """The longest answer, or turn of one."""
     temperature: NotNegative = 1.0
+    """Of what is trained on. Evaluations are greedy."""
     seeded: bool = False
     """Let every sample follow from `seed`, its group and the weights alone, so that synchronous
     training can be repeated. vLLM samples such requests one by one."""
@@ -94,6 +97,7 @@ class GenerationConfig(Section):
     gpu_memory: Fraction = 0.85
     """The part of a GPU's memory that an engine may take."""
     startup_timeout_s: Positive = 900.0
+    """An engine must be up within this, its model loaded."""
     request_timeout_s: Positive = 900.0
     """One generation call, a whole group, must end within this."""
     progress_every_s: Positive = 10.0
@@ -121,8 +125,9 @@ class RolloutConfig(Section):
     group_timeout_s: Positive = 3600.0
     """A whole episode, reward and place in the queue included, must end within this."""
     max_failed_groups: CountOrZero = 16
+    """So many of the last 256 groups may fail,"""
     max_failure_rate: NotNegative = 0.1
-    """More failures than both allow, the rate among the last 256 groups, end the run."""
+    """or this part of them; more failures than both allow end the run."""
     filter: str = "everything"
     """Which groups to train on: `everything`, `unequal_rewards`, or `file.py:function`."""
     max_filtered_in_a_row: Count = 1000
@@ -161,6 +166,7 @@ class TrainerConfig(Section):
     epochs: Count = 1
     """How often each batch is gone through."""
     lr: Positive = 1e-6
+    """AdamW's learning rate."""
     lr_warmup_steps: CountOrZero = 10
     """Steps over which the learning rate rises to `lr`."""
     lr_schedule: LrSchedule = "constant"
@@ -168,9 +174,13 @@ class TrainerConfig(Section):
     lr_floor: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """The part of `lr` that `linear` and `cosine` end with."""
     beta1: Decay = 0.9
+    """AdamW's memory of gradients"""
     beta2: Decay = 0.95
+    """and of their squares."""
     weight_decay: NotNegative = 0.0
+    """AdamW's, of all that is trained."""
     max_grad_norm: Positive = 1.0
+    """A longer gradient is scaled down to this."""
     micro_batch_tokens: Count = 16384
     """Tokens in one forward and backward pass; the result does not depend on it."""
     gradient_checkpointing: bool = False
@@ -179,6 +189,7 @@ class TrainerConfig(Section):
     """Let torch compile the layers: a minute or so at the start, for faster steps on GPUs."""
     lora: LoraConfig = LoraConfig()
     step_timeout_s: Positive = 1800.0
+    """What the trainer is asked for (to have a batch, a step, an export) must end within this."""
     max_restarts: CountOrZero = 3
     """So often a trainer that dies is brought back, from the last checkpoint."""
 
@@ -220,6 +231,7 @@ class EvaluationConfig(Section):
     prompts: Count | None = None
     """How many of the held-out prompts to use. Derived: all of them."""
     timeout_s: Positive = 1800.0
+    """One must end within this."""
 
 
 class ObservabilityConfig(Section):
@@ -241,7 +253,9 @@ class Config(Section):
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
     """What the run is called; its files go to `<runs_dir>/<name>`."""
     runs_dir: str = "runs"
+    """Relative to the working directory. On several nodes: one that they share."""
     seed: CountOrZero = 0
+    """All chance in a run follows from it, as far as it can be repeated: see `seeded`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: GPUs if the cluster has any."""
     steps: Count = 100

@@ -118,7 +118,7 @@ def _problems(raw: Raw, section: type[Section], *, at: str) -> Iterator[str]:
         here = _join(at, name)
         if name not in raw:
             if field.required:
-                yield f"{here}: missing; expected {_expected(types[name])}"
+                yield f"{here}: missing; expected {expected(types[name])}"
             continue
         value = raw[name]
         if isinstance(field.type, type) and issubclass(field.type, Section):
@@ -128,7 +128,7 @@ def _problems(raw: Raw, section: type[Section], *, at: str) -> Iterator[str]:
                 yield f"{here}: expected a section of keys and values, got {_shown(value)}"
             continue
         if not _is_valid(value, field.type):
-            yield f"{here}: expected {_expected(types[name])}, got {_shown(value)}" + _meant(
+            yield f"{here}: expected {expected(types[name])}, got {_shown(value)}" + _meant(
                 value, types[name]
             )
 
@@ -159,7 +159,7 @@ def _meant(value: object, kind: inspect.Type) -> str:
     return f"; did you mean `{close[0]}`?" if close else ""
 
 
-def _expected(kind: inspect.Type) -> str:
+def expected(kind: inspect.Type) -> str:
     match kind:
         case inspect.BoolType():
             return "true or false"
@@ -174,10 +174,10 @@ def _expected(kind: inspect.Type) -> str:
         case inspect.LiteralType():
             return "one of " + ", ".join(str(value) for value in kind.values)
         case inspect.VarTupleType(item_type=item):
-            return f"a list, each item {_expected(item)}"
+            return f"a list, each item {expected(item)}"
         case inspect.UnionType():
             return " or ".join(
-                "null" if isinstance(inner, inspect.NoneType) else _expected(inner)
+                "null" if isinstance(inner, inspect.NoneType) else expected(inner)
                 for inner in sorted(kind.types, key=lambda t: isinstance(t, inspect.NoneType))
             )
     return type(kind).__name__
