@@ -15,7 +15,7 @@ metrics.jsonl, and the last evaluation as `held_out_reward`): so a scheduler can
 or have it saved, and population-based training can let it go on from another's checkpoint. Rollout
 goes on meanwhile. What checkpoints a run writes (`checkpoint.every`) are Tune's too: a trial that
 failed, or a sweep that was interrupted, goes on from them. A trial that is stopped early ends at
-once, and saves no more.
+once: it exports no model, and saves no more than Tune asks for.
 """
 
 from __future__ import annotations
@@ -161,6 +161,10 @@ class SweepTrial(tune.Trainable):
 def trial_config(base: Config, values: Space, trial_id: str) -> Config:
     """Strict: what Tune has drawn must be what the keys expect."""
     config = with_values(base, {key: _plain(value) for key, value in values.items()})
+    if not config.checkpoint.every:
+        raise ConfigError(
+            "checkpoint.every: expected at least 1 in a sweep, got 0: Tune saves every trial's end"
+        )
     return msgspec.structs.replace(config, name=f"{base.name}-{trial_id}")
 
 
@@ -222,7 +226,9 @@ class _Task(msgspec.Struct, frozen=True):
 
 def _trainable(config: Config, task: _Task) -> type[tune.Trainable]:
     known = tune.with_parameters(SweepTrial, base=config, make_run=task.run)
-    return tune.with_resources(known, partial(resources, config))
+    made = tune.with_resources(known, partial(resources, config))
+    made.__qualname__ = SweepTrial.__qualname__  # what Ray's dashboard calls the trial's actor
+    return made
 
 
 def _run_config(config: Config) -> tune.RunConfig:
@@ -266,10 +272,10 @@ def _examples(base: Config, space: Space) -> Iterator[Config]:
                 problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
-    first = with_values(base, {key: some[0] for key, some in values.items()})
+    first = trial_config(base, {key: some[0] for key, some in values.items()}, trial_id="")
     yield first
     for key, (_, *others) in values.items():
-        yield from (with_values(first, {key: value}) for value in others)
+        yield from (trial_config(first, {key: value}, trial_id="") for value in others)
 
 
 def _example_values(base: Config, key: str, value: object) -> Iterable[object]:

@@ -59,20 +59,18 @@ def report(results: tune.ResultGrid, steps: int) -> int:
     table = Table(title="the sweep")
     for column in ("learning rate", "max_staleness", "steps", "reward", "held-out", "ended"):
         table.add_column(column)
-    unfinished = 0
     for result in results:
-        metrics = result.metrics or {}
-        unfinished += not result.error and not metrics.get("done")
-        table.add_row(
-            f"{result.config['trainer.lr']:.1e}",
-            str(result.config["rollout.max_staleness"]),
-            str(metrics.get("step", 0)),
-            f"{metrics.get('reward', float('nan')):.3f}",
-            f"{metrics.get('held_out_reward', float('nan')):.3f}",
-            _ending(result, steps),
-        )
+        if _steps(result):
+            table.add_row(
+                f"{result.config['trainer.lr']:.1e}",
+                str(result.config["rollout.max_staleness"]),
+                str(_steps(result)),
+                f"{result.metrics['reward']:.3f}",
+                f"{result.metrics['held_out_reward']:.3f}",
+                _ending(result, steps),
+            )
     Console(width=100).print(table)
-    if unfinished:
+    if results.num_errors + sum(_has_ended(result) for result in results) < len(results):
         print(f"interrupted; to go on: --resume {results.experiment_path}")
         return 130
     if results.num_errors < len(results):
@@ -82,13 +80,20 @@ def report(results: tune.ResultGrid, steps: int) -> int:
     return 1 if results.num_errors else 0
 
 
+def _steps(result: tune.Result) -> int:
+    return (result.metrics or {}).get("step", 0)
+
+
+def _has_ended(result: tune.Result) -> bool:
+    return bool(_steps(result) and result.metrics["done"] and not result.error)
+
+
 def _ending(result: tune.Result, steps: int) -> str:
     if result.error:
         return f"failed: {result.error}"
-    metrics = result.metrics or {}
-    if not metrics.get("done"):
+    if not _has_ended(result):
         return "unfinished"
-    return "all steps done" if metrics["step"] == steps else "stopped early"
+    return "all steps done" if _steps(result) == steps else "stopped early"
 
 
 def _options() -> argparse.Namespace:
