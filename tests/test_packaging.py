@@ -74,5 +74,6 @@ def test_the_wheel_holds_every_package_of_the_checkout(clean_venv: Path) -> None
     homes = {"areal_ray": installed, "actors": installed / "actors"}
     homes["placement"] = installed / "placement"
     for room, home in homes.items():
-        for path in (REPO / room).rglob("*.py"):
-            assert (home / path.relative_to(REPO / room)).is_file(), path
+        for path in (REPO / room).rglob("*"):
+            if path.suffix in (".py", ".html", ".css", ".js"):
+                assert (home / path.relative_to(REPO / room)).is_file(), path

@@ -4,8 +4,8 @@ const MARGIN = { left: 52, right: 14, top: 10, bottom: 24 };
 const charts = new Set();
 
 class Chart {
-  // about: { title, note, unit, height, log, from, series(data), stack(data), marks(data) }
-  //   series: { name, paint, steps, values, low, high, dots, thin, steady }
+  // about: title, height, unit, from, log, stacked, bridged, series(data), marks(data), note(data)
+  // a series: name, paint, steps, values, low, high, dots, thin, unnamed
   constructor(about) {
     this.about = about;
     this.legend = element("ul", { class: "legend" });
@@ -24,12 +24,12 @@ class Chart {
   }
 
   update(data) {
+    this.width = data.curves.width;
     this.series = this.about.series(data).filter(
       (one) => one.values && one.values.some((value) => value !== null));
     this.marks = this.about.marks ? this.about.marks(data) : [];
-    const note = typeof this.about.note === "function" ? this.about.note(data) : this.about.note;
-    this.note.textContent = note || "";
-    this.node.hidden = this.series.length === 0 && !this.about.always;
+    this.note.textContent = this.about.note ? this.about.note(data) : "";
+    this.node.hidden = this.series.length === 0;
     this.legend.replaceChildren(...this.series.filter((one) => !one.unnamed).map((one) =>
       element("li", {}, swatch(one.paint), one.name)));
     this.draw();
@@ -37,15 +37,10 @@ class Chart {
 
   draw() {
     const width = this.svg.clientWidth;
-    if (!width || !this.series) return;
+    if (!width || !this.series?.length) return;
     this.height = this.about.height || 210;
     this.svg.setAttribute("height", this.height);
     this.svg.setAttribute("viewBox", `0 0 ${width} ${this.height}`);
-    if (!this.series.length) {
-      this.svg.replaceChildren(
-        drawn("text", { class: "empty", x: width / 2, y: this.height / 2 }, "nothing yet"));
-      return;
-    }
     this.scale(width);
     this.pointer = drawn("g", { class: "pointer" });
     const layers = this.about.stacked ? this.areas() : this.curves();
@@ -82,7 +77,7 @@ class Chart {
     let low = Infinity;
     let high = -Infinity;
     for (const one of this.series) {
-      for (const list of one.band === false ? [one.values] : [one.values, one.low, one.high]) {
+      for (const list of [one.values, one.low, one.high]) {
         for (const value of list || []) {
           if (value === null || (this.about.log && value <= 0)) continue;
           low = Math.min(low, value);
@@ -91,9 +86,14 @@ class Chart {
       }
     }
     if (low > high) [low, high] = [0, 1];
-    if (this.about.log) return [10 ** Math.floor(Math.log10(low)), 10 ** Math.ceil(Math.log10(high) + 0.05)];
+    if (this.about.log) {
+      return [10 ** Math.floor(Math.log10(low)), 10 ** Math.ceil(Math.log10(high) + 0.05)];
+    }
     if (this.about.from !== undefined) low = Math.min(this.about.from, low);
-    if (low === high) [low, high] = low === 0 ? [0, 1] : [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1];
+    if (low === high) {
+      const around = Math.abs(low) * 0.1;
+      [low, high] = low === 0 ? [0, 1] : [low - around, high + around];
+    }
     const room = (high - low) * 0.06;
     return [low === this.about.from ? low : low - room, high + room];
   }
@@ -127,7 +127,7 @@ class Chart {
     const layers = [];
     for (const one of this.series) {
       const paint = `var(${one.paint})`;
-      if (one.low && one.low.length && one.band !== false) {
+      if (one.low?.length) {
         layers.push(drawn("path", { class: "band", fill: paint, d: this.band(one) }));
       }
       const line = drawn("path", { class: one.thin ? "line thin" : "line", stroke: paint });
@@ -196,27 +196,30 @@ class Chart {
     const y = this.height - MARGIN.bottom;
     return this.marks.slice(0, 300).map(({ step, text }) => {
       const x = this.x(step);
-      return drawn("path", { class: "mark", d: `M${x},${y - 7}l4.5,7h-9Z` }, drawn("title", {}, text));
+      const path = `M${x},${y - 7}l4.5,7h-9Z`;
+      return drawn("path", { class: "mark", d: path }, drawn("title", {}, text));
     });
   }
 
   point(event) {
-    if (!this.series || !this.series.length) return;
+    if (!this.series?.length) return;
     const step = this.step(event.clientX - this.svg.getBoundingClientRect().left);
     const steps = this.series.reduce((a, b) => (b.steps.length > a.steps.length ? b : a)).steps;
     const chosen = steps[nearest(steps, step)];
     for (const chart of charts) chart.rule(chosen);
     const rows = this.series.map((one) => this.told(one, chosen)).filter(Boolean);
-    const width = this.width || 1;
-    const title = width > 1 && chosen >= width
-      ? `steps ${grouped.format(chosen - width + 1)} to ${grouped.format(chosen)}`
+    const first = Math.max(1, chosen - this.width + 1);
+    const title = first < chosen
+      ? `steps ${grouped.format(first)} to ${grouped.format(chosen)}`
       : `step ${grouped.format(chosen)}`;
     tip.show(event, ...tipRows(title, this.about.stacked ? rows.reverse() : rows));
   }
 
   told(one, step) {
     // Of what is there at some steps only, the last one so far.
-    const nth = one.dots ? one.steps.findLastIndex((other) => other <= step) : nearest(one.steps, step);
+    const nth = one.dots
+      ? one.steps.findLastIndex((other) => other <= step)
+      : nearest(one.steps, step);
     const value = nth < 0 ? null : one.values[nth];
     if (value === null) return null;
     if (this.about.stacked) {
@@ -224,7 +227,7 @@ class Chart {
       return total ? { name: one.name, paint: one.paint, value: percent(value / total) } : null;
     }
     let text = this.shown(value);
-    if (one.high && one.high.length && one.high[nth] !== one.low[nth]) {
+    if (one.high?.length && one.high[nth] !== one.low[nth]) {
       text += ` (${this.shown(one.low[nth])} to ${this.shown(one.high[nth])})`;
     }
     const where = one.dots && one.steps[nth] !== step ? ` at step ${one.steps[nth]}` : "";
@@ -232,18 +235,20 @@ class Chart {
   }
 
   rule(step) {
-    if (!this.pointer) return;
+    if (!this.pointer || !this.series.length) return;
     if (step === null || step < this.first || step > this.last) {
       this.pointer.replaceChildren();
       return;
     }
     const x = this.x(step);
-    const parts = [drawn("line", { x1: x, x2: x, y1: MARGIN.top, y2: this.height - MARGIN.bottom })];
+    const bottom = this.height - MARGIN.bottom;
+    const parts = [drawn("line", { x1: x, x2: x, y1: MARGIN.top, y2: bottom })];
     if (!this.about.stacked) {
       for (const one of this.series) {
         const nth = nearest(one.steps, step);
         if (one.steps[nth] !== step || one.values[nth] === null) continue;
-        parts.push(drawn("circle", { cx: x, cy: this.y(one.values[nth]), r: 3.5, fill: `var(${one.paint})` }));
+        const cy = this.y(one.values[nth]);
+        parts.push(drawn("circle", { cx: x, cy, r: 3.5, fill: `var(${one.paint})` }));
       }
     }
     this.pointer.replaceChildren(...parts);
@@ -263,6 +268,7 @@ function sparkline(steps, values, width = 420, height = 26) {
     path += `${pen}${x.toFixed(1)},${(height - 2 - (value / high) * (height - 4)).toFixed(1)}`;
     pen = "L";
   });
-  return drawn("svg", { class: "spark", width, height, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" },
+  const box = { width, height, viewBox: `0 0 ${width} ${height}` };
+  return drawn("svg", { class: "spark", "aria-hidden": "true", ...box },
     drawn("path", { class: "line", d: path }));
 }

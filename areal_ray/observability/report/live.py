@@ -67,7 +67,7 @@ class LiveReport:
         return f"http://127.0.0.1:{server.server_port}/"
 
     def close(self) -> None:
-        """Nothing is served any more. Returns within seconds."""
+        """Nothing is served any more. Blocks, for a second or so: call it off the event loop."""
         self._closed.set()
         if self._server is None:
             return

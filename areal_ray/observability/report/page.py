@@ -19,7 +19,15 @@ import msgspec
 
 from areal_ray.observability.report.data import ReportData, RunReader, check_is_run
 
-SCRIPTS = ("scales.js", "charts.js", "timeline.js", "sections.js", "report.js")
+SCRIPTS = (
+    "scales.js",
+    "charts.js",
+    "curves.js",
+    "timeline.js",
+    "sections.js",
+    "records.js",
+    "report.js",
+)
 _ESCAPES = str.maketrans(
     {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 )

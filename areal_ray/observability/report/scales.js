@@ -64,8 +64,10 @@ function seconds(value) {
   return value < 120 ? number(value) + " s" : clock(value);
 }
 
-// 1:05:09, or 5:09; with a tenth where a part of a second matters.
+// 1:05:09, or 5:09; with a tenth where `step`, how far apart values are, is a part of a second, and
+// as 1 d 6 h where it is hours.
 function clock(value, step = 1) {
+  if (step >= 3600) return duration(value);
   const tenths = step < 1;
   const all = tenths ? Math.round(value * 10) / 10 : Math.round(value);
   const sign = all < 0 ? "−" : "";
@@ -78,11 +80,18 @@ function clock(value, step = 1) {
   return sign + (days ? `${days} d ` : "") + (hours || days ? `${hours}:` : "") + small;
 }
 
+const UNITS = [[86400, "d", 3600, "h"], [3600, "h", 60, "min"], [60, "min", 1, "s"]];
+
+// The two largest units: 3 d 4 h, 2 h 5 min, 12 min 30 s, 45 s.
 function duration(value) {
-  if (value < 60) return `${Math.round(value)} s`;
-  if (value < 3600) return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
-  if (value < 86400) return `${Math.floor(value / 3600)} h ${Math.round((value % 3600) / 60)} min`;
-  return `${Math.floor(value / 86400)} d ${Math.round((value % 86400) / 3600)} h`;
+  for (const [unit, name, part, smaller] of UNITS) {
+    const parts = Math.round(value / part);
+    const each = unit / part;
+    if (parts < each) continue;
+    const rest = parts % each;
+    return `${Math.floor(parts / each)} ${name}${rest ? ` ${rest} ${smaller}` : ""}`;
+  }
+  return `${Math.round(value)} s`;
 }
 
 const DAY = new Intl.DateTimeFormat("en-GB", {
@@ -117,8 +126,8 @@ function spaced(low, high, step) {
 }
 
 const CLOCK_STEPS = [
-  0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200,
-  86400, 172800,
+  0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800,
+  3600, 7200, 14400, 21600, 43200, 86400, 172800,
 ];
 
 function clockTicks(low, high, count) {

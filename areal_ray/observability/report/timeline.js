@@ -1,16 +1,18 @@
 // What every actor did when: one lane an actor, on a canvas. The wheel zooms, dragging moves.
 
 const ACTIVITIES = [
-  { name: "busy", paint: "--busy", about: "generates, or computes a step" },
-  { name: "waiting for data", paint: "--data", about: "an engine without a request; a trainer without a batch" },
-  { name: "waiting for weights", paint: "--weights", about: "an engine that has none yet; a trainer that sends them" },
-  { name: "paused", paint: "--paused", about: "stands still while weights are swapped" },
-  { name: "resting", paint: "--resting", about: "while the others have the devices" },
-  { name: "saving", paint: "--saving", about: "copies for a checkpoint, or exports" },
-  { name: "restarting", paint: "--restarting", about: "a new process comes up" },
-  { name: "idle", paint: "--idle", about: "none of these" },
-];
-const ABSENT = { name: "not there", paint: "--absent", about: "nobody heard of it: lost, restarting, or not begun" };
+  ["busy", "--busy", "generates, or computes a step"],
+  ["waiting for data", "--data", "an engine without a request, a trainer without a batch"],
+  ["waiting for weights", "--weights", "an engine that has none yet, a trainer that sends them"],
+  ["paused", "--paused", "stands still while weights are swapped"],
+  ["resting", "--resting", "while the others have the devices"],
+  ["saving", "--saving", "copies for a checkpoint, or exports"],
+  ["restarting", "--restarting", "a new process comes up"],
+  ["idle", "--idle", "none of these"],
+].map(([name, paint, about]) => ({ name, paint, about }));
+const ABSENT = {
+  name: "not there", paint: "--absent", about: "nobody heard of it: lost, restarting, or not begun",
+};
 const FULL = 65535;
 const LABELS = 104;
 const AXIS = 46;
@@ -22,6 +24,16 @@ function decodedShares(text) {
     shares[nth] = raw.charCodeAt(2 * nth) | (raw.charCodeAt(2 * nth + 1) << 8);
   }
   return shares;
+}
+
+function clamped(value, low, high) {
+  return Math.max(low, Math.min(high, value));
+}
+
+// "#rrggbb" as a pixel of an ImageData.
+function packed(hex) {
+  const value = parseInt(hex.slice(1), 16);
+  return (0xff000000 | ((value & 0xff) << 16) | (value & 0xff00) | (value >> 16)) >>> 0;
 }
 
 class Timeline {
@@ -83,7 +95,7 @@ class Timeline {
       if (!sideways && event.deltaY > 0 && sees >= this.end - this.begin) return;
       event.preventDefault();
       if (sideways) this.move(((event.deltaX || event.deltaY) / this.inner()) * sees);
-      else this.zoom(1.0015 ** Math.max(-400, Math.min(400, event.deltaY)), this.time(event.offsetX));
+      else this.zoom(1.0015 ** clamped(event.deltaY, -400, 400), this.time(event.offsetX));
       this.hover(event);
     }, { passive: false });
     canvas.addEventListener("pointerdown", (event) => {
@@ -96,7 +108,11 @@ class Timeline {
       tip.hide();
       return this.show(grabbed.from + by, grabbed.to + by);
     });
-    for (const name of ["pointerup", "pointercancel"]) canvas.addEventListener(name, () => (grabbed = null));
+    for (const name of ["pointerup", "pointercancel"]) {
+      canvas.addEventListener(name, () => {
+        grabbed = null;
+      });
+    }
     canvas.addEventListener("pointerleave", () => tip.hide());
     canvas.addEventListener("dblclick", () => this.show(this.begin, this.end));
     canvas.addEventListener("keydown", (event) => {
@@ -146,13 +162,22 @@ class Timeline {
     this.draw();
   }
 
+  // However often it is moved between two frames, it is drawn once.
   draw() {
+    this.frame ||= requestAnimationFrame(() => {
+      this.frame = 0;
+      this.drawNow();
+    });
+  }
+
+  drawNow() {
     const width = this.canvas.clientWidth;
     if (!width || !this.data) return;
     const many = this.lanes.length;
     this.laneHeight = many <= 8 ? 34 : many <= 24 ? 22 : 14;
     this.gap = many <= 24 ? 6 : 3;
-    const height = AXIS + many * (this.laneHeight + this.gap) + 4;
+    const breaks = this.data.spans.length > 1 ? 14 : 0;
+    const height = AXIS + many * (this.laneHeight + this.gap) + 4 + breaks;
     const dense = devicePixelRatio || 1;
     this.canvas.style.height = `${height}px`;
     this.canvas.width = Math.round(width * dense);
@@ -177,7 +202,7 @@ class Timeline {
 
   drawAxis(width, height) {
     const { pen } = this;
-    const { step, values } = clockTicks(this.from, this.to, this.inner() / 120);
+    const { step, values } = clockTicks(this.from, this.to, this.inner() / 90);
     pen.textAlign = "center";
     for (const t of values) {
       const x = this.x(t);
@@ -218,52 +243,35 @@ class Timeline {
     }
   }
 
+  // By pixels, since 64 lanes would be 200,000 rectangles.
   drawLane(lane, top) {
-    const { pen, laneHeight } = this;
     const { began_t: began, width_s: width, bins } = this.data;
-    const left = Math.max(LABELS, this.x(this.begin));
-    const right = Math.min(LABELS + this.inner(), this.x(this.end));
-    pen.fillStyle = this.hatch();
-    pen.fillRect(left, top, right - left, laneHeight);
-    const perPixel = (this.to - this.from) / this.inner() / width;
-    const first = Math.max(0, Math.floor((this.from - began) / width));
-    const last = Math.min(bins, Math.ceil((this.to - began) / width));
-    const paints = lane.parts.map(({ paint }) => colour(paint));
-    const stride = Math.max(1, Math.floor(perPixel));
-    for (let bin = first - (first % stride); bin < last; bin += stride) {
-      const from = Math.max(left, this.whole(this.x(began + bin * width)));
-      const to = Math.min(right, this.whole(this.x(began + (bin + stride) * width)));
-      let bottom = top + laneHeight;
-      lane.parts.forEach(({ shares }, part) => {
-        let share = 0;
-        for (let one = bin; one < Math.min(bin + stride, bins); one++) share += shares[one];
-        const tall = (share / stride / FULL) * laneHeight;
-        if (!tall) return;
-        pen.fillStyle = paints[part];
-        pen.fillRect(from, bottom - tall, to - from, tall);
-        bottom -= tall;
-      });
-    }
-  }
-
-  // To the border of a pixel, or the seams between columns shine through.
-  whole(x) {
     const dense = devicePixelRatio || 1;
-    return Math.round(x * dense) / dense;
-  }
-
-  hatch() {
-    const tile = document.createElement("canvas");
-    tile.width = tile.height = 6;
-    const pen = tile.getContext("2d");
-    pen.fillStyle = colour("--absent-ground");
-    pen.fillRect(0, 0, 6, 6);
-    pen.strokeStyle = colour("--absent");
-    pen.beginPath();
-    pen.moveTo(-1, 7);
-    pen.lineTo(7, -1);
-    pen.stroke();
-    return this.pen.createPattern(tile, "repeat");
+    const wide = Math.round(this.inner() * dense);
+    const tall = Math.round(this.laneHeight * dense);
+    const image = this.pen.createImageData(wide, tall);
+    const pixels = new Uint32Array(image.data.buffer);
+    const paints = lane.parts.map(({ paint }) => packed(colour(paint)));
+    const [line, ground] = [packed(colour("--absent")), packed(colour("--absent-ground"))];
+    const perPixel = (this.to - this.from) / wide / width;
+    const offset = (this.from - began) / width;
+    for (let x = 0; x < wide; x++) {
+      const first = Math.max(0, Math.floor(offset + x * perPixel));
+      const last = Math.min(bins, Math.max(first + 1, Math.floor(offset + (x + 1) * perPixel)));
+      let height = 0;
+      let y = tall;
+      for (let part = 0; part < paints.length; part++) {
+        const { shares } = lane.parts[part];
+        let share = 0;
+        for (let bin = first; bin < last; bin++) share += shares[bin];
+        height += (share / (last - first) / FULL) * tall;
+        for (const end = tall - Math.round(height); y > end; y--) {
+          pixels[(y - 1) * wide + x] = paints[part];
+        }
+      }
+      while (y-- > 0) pixels[y * wide + x] = (x + y) % (6 * dense) < dense ? line : ground;
+    }
+    this.pen.putImageData(image, Math.round(LABELS * dense), Math.round(top * dense));
   }
 
   drawEvents(height) {
@@ -307,10 +315,11 @@ class Timeline {
       const x = this.x(span.t);
       if (x < LABELS || x > LABELS + this.inner()) return;
       pen.fillStyle = colour("--ground");
-      pen.fillRect(x - 2.5, AXIS - 6, 5, height - AXIS + 2);
+      pen.fillRect(x - 2.5, AXIS - 6, 5, height - AXIS - 10);
       pen.fillStyle = colour("--ink");
       pen.textAlign = "center";
-      pen.fillText(`⋯ ${duration(span.began_at - this.data.spans[nth].ended_at)} ⋯`, x, AXIS - 16 + 12);
+      const away = span.began_at - this.data.spans[nth].ended_at;
+      pen.fillText(`${duration(away)} left out`, x, height - 4);
     });
   }
 
@@ -325,7 +334,8 @@ class Timeline {
     if (event.offsetX < LABELS || t < this.begin || t > this.end) return tip.hide();
     const near = this.data.events.filter((one) => Math.abs(this.x(one.t) - event.offsetX) < 6);
     const happened = near.slice(0, 6).map((one) =>
-      element("p", { class: `event ${one.level}` }, element("b", {}, one.who), ` ${one.text.slice(0, 240)}`));
+      element("p", { class: `event ${one.level}` },
+        element("b", {}, one.who), ` ${one.text.slice(0, 240)}`));
     const lane = this.lanes[nth];
     const title = `${lane ? `${lane.who} · ` : ""}${clock(t, 0.1)} · ${timeOfDay(this.at(t))}`;
     const rows = lane ? this.sharesAt(lane, t) : [];
