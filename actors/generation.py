@@ -55,6 +55,7 @@ class GenerationActor:
             facts=self._facts,
             shown=self.__repr__,
             meter=self._meter,
+            tokens=lambda: self._engine.generated_tokens,
             devices=1 if isinstance(spec, SimulatedSpec) else spec.tensor_parallel,
         )
         self._telemetry.start()
@@ -135,7 +136,6 @@ class GenerationActor:
         return EngineFacts(
             version=self._engine.version,
             requests=self._requests,
-            tokens=self._engine.generated_tokens,
         )
 
     async def _switching(self, call: Awaitable[T]) -> T:

@@ -23,8 +23,10 @@ async def obey(crew: Crew, say: Callable[[str], None]) -> None:
     if crew.monitor is None:
         return
     try:
+        last = -1
         while True:
-            order = await _next_order(crew)
+            order = await _next_order(crew, last)
+            last = order.number
             answer = await _answer_to(crew, order.command)
             say(answer.text)
             await until_back(
@@ -37,11 +39,12 @@ async def obey(crew: Crew, say: Callable[[str], None]) -> None:
         logs.warning("the run can't be told anything from outside any more: {}", described(error))
 
 
-async def _next_order(crew: Crew) -> Order:
+async def _next_order(crew: Crew, last: int) -> Order:
     while True:
         try:
-            return await crew.monitor.next_order.remote()
+            return await crew.monitor.next_order.remote(last)
         except ActorUnavailableError:
+            last = -1  # the next one counts from the beginning
             await asyncio.sleep(RETRY_EVERY_S)
 
 

@@ -53,7 +53,7 @@ class PacedTrainer:
         self._telemetry = Telemetry(
             "trainer",
             monitor=monitor,
-            facts=lambda: TrainerFacts(version=self._version, tokens=0),
+            facts=lambda: TrainerFacts(version=self._version),
             shown=lambda: f"PacedTrainer[v{self._version} {self._meter.now}]",
             meter=self._meter,
             devices=1,

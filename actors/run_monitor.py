@@ -48,7 +48,8 @@ class RunMonitor:
         self._cant_write = False
         self._gathering = asyncio.Lock()
         self._spans: SpanCollection | None = None
-        self._orders: list[Order] = []
+        self._orders: dict[int, Order] = {}
+        """Those that are not answered yet."""
         self._orders_made = 0
         self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._changed = Changes()
@@ -93,19 +94,21 @@ class RunMonitor:
         order = Order(self._orders_made, command)
         self._orders_made += 1
         answer = self._answers[order.number] = asyncio.get_running_loop().create_future()
-        self._orders.append(order)
+        self._orders[order.number] = order
         self._changed.notify()
         try:
             return await answer
         finally:
             del self._answers[order.number]
 
-    async def next_order(self) -> Order:
-        """For the run: waits until there is one."""
-        await self._changed.until(lambda: self._orders)
-        return self._orders.pop(0)
+    async def next_order(self, after: int) -> Order:
+        """For the run: the first that came after this one; waits until there is one. It stays until
+        it is answered, so that a call that nobody waits for any more takes none away."""
+        await self._changed.until(lambda: any(number > after for number in self._orders))
+        return self._orders[min(number for number in self._orders if number > after)]
 
     async def answer(self, number: int, answer: Answer) -> None:
+        self._orders.pop(number, None)
         waiting = self._answers.get(number)
         if waiting is not None and not waiting.done():
             waiting.set_result(answer)

@@ -22,7 +22,7 @@ from areal_ray import logs
 from areal_ray.deadlines import within
 from areal_ray.errors import described
 from areal_ray.observability.activity import ActivityMeter
-from areal_ray.observability.actor_report import ActorReport, Facts, SpansWanted
+from areal_ray.observability.actor_report import ActorReport, Facts, SpansWanted, Totals
 from areal_ray.observability.loop_health import LoopHealth, LoopReport
 from areal_ray.observability.records import Record
 from areal_ray.observability.spans import SpanRecorder
@@ -52,14 +52,18 @@ class Telemetry:
         facts: Callable[[], Facts],
         shown: Callable[[], str],
         meter: ActivityMeter | None = None,
+        tokens: Callable[[], int] = lambda: 0,
         devices: int = 0,
     ) -> None:
-        """`facts` and `shown` are asked for each report; `devices`: GPUs that this actor uses."""
+        """`facts`, `shown` and `tokens` (in all, by now) are asked for each report. `devices`: GPUs
+        that this actor uses."""
         self._who = who
         self._address = monitor
         self._facts = facts
         self._shown = shown
+        self._tokens = tokens
         self._devices = devices
+        self._told = Totals()
         self._process = uuid.uuid4().hex
         self._health = LoopHealth(who=who)
         self._monitor: ActorHandle | None = None
@@ -127,6 +131,7 @@ class Telemetry:
         wanted = await within(
             timeout_s, self._monitor.hear.remote(report), who="the monitor", doing="listening"
         )
+        self._told = report.totals
         del self._events[: len(report.events)]
         del self._records[: len(report.records)]
         return wanted
@@ -141,7 +146,11 @@ class Telemetry:
             facts=self._facts(),
             loop_p99_ms=loop.p99_ms,
             loop_worst_ms=loop.worst_ms,
-            activity=self.meter.totals if self.meter is not None else {},
+            totals=Totals(
+                activity=self.meter.totals if self.meter is not None else {},
+                tokens=self._tokens(),
+            ),
+            told=self._told,
             devices=self._devices,
             timings=self.spans.timings,
             events=list(self._events),

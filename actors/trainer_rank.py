@@ -59,6 +59,7 @@ class Rank:
             facts=self._facts,
             shown=self.__repr__,
             meter=self.meter,
+            tokens=lambda: self._tokens,
             devices=1,
         )
         self.telemetry.start()
@@ -203,7 +204,7 @@ class Rank:
         return f"{self.what}[{self._name}{doing}]"
 
     def _facts(self) -> TrainerFacts:
-        return TrainerFacts(version=self._version, tokens=self._tokens)
+        return TrainerFacts(version=self._version)
 
     async def _at(self, activity: Activity, span: str, work: Callable[[], T]) -> T:
         with self.meter.during(activity), self.telemetry.span(span):

@@ -190,6 +190,7 @@ class Run:
         async with contextlib.AsyncExitStack() as ending:
             try:
                 crew, config = await stop.race(self.begin(files, view, ending))
+                stop.renew()
                 view = Views(view, MonitorView(crew))
                 session = await asyncio.to_thread(
                     Session,

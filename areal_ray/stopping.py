@@ -36,9 +36,13 @@ class StopSignals:
         self._owner = asyncio.current_task()
         if threading.current_thread() is threading.main_thread():
             self._caught = SIGNALS
+        self.renew()
+        return self
+
+    def renew(self) -> None:
+        """Once Ray is there: it puts a handler of its own before ours, which prints a stack."""
         for number in self._caught:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
-        return self
 
     def __exit__(self, *_: object) -> None:
         for number in self._caught:

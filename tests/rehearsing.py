@@ -88,7 +88,7 @@ class RehearsedCrew:
         self.config = resolve(from_mapping(merged(base, changes)), device="cpu")
         self._engine = engine or simulated()
         self._model = model
-        self._run_dir = run_dir
+        self.run_dir = run_dir
         self._step_s = step_s
         self._task = Task(
             prompts=prompts,
@@ -109,7 +109,7 @@ class RehearsedCrew:
             self.config,
             self._task,
             model_path=str(self._model),
-            run_dir=self._run_dir,
+            run_dir=self.run_dir,
             seats=self._seats,
             rehearsal=Rehearsal(engine=self._engine, step_s=self._step_s),
             resumed=self._resumed,

@@ -16,14 +16,10 @@ class EngineFacts(msgspec.Struct, frozen=True, tag="engine"):
     version: WeightVersion
     requests: int
     """In flight."""
-    tokens: int
-    """Generated since its process began."""
 
 
 class TrainerFacts(msgspec.Struct, frozen=True, tag="trainer"):
     version: WeightVersion
-    tokens: int
-    """Trained on since its process began."""
 
 
 class WorkerFacts(msgspec.Struct, frozen=True, tag="worker"):
@@ -67,6 +63,14 @@ Facts = (
 )
 
 
+class Totals(msgspec.Struct, frozen=True):
+    """Of one process, since its beginning."""
+
+    activity: dict[Activity, float] = {}
+    """Seconds by activity, of those that have devices or wait for them."""
+    tokens: int = 0
+
+
 class ActorReport(msgspec.Struct, frozen=True):
     who: str
     shown: str
@@ -77,8 +81,9 @@ class ActorReport(msgspec.Struct, frozen=True):
     facts: Facts
     loop_p99_ms: float
     loop_worst_ms: float
-    activity: dict[Activity, float] = {}
-    """Seconds by activity, of those that have devices or wait for them."""
+    totals: Totals = Totals()
+    told: Totals = Totals()
+    """What was heard before, for a monitor that was restarted since."""
     devices: int = 0
     """GPUs that it has, or 1 on CPUs; 0 for the control plane."""
     timings: dict[str, Timing] = {}

@@ -3,7 +3,8 @@
     actor's report -> cells and events for timeline.jsonl, and the run's status for who asks
 
 Reports carry totals, so a report that is lost costs a cell's sharpness and nothing else. Totals
-begin anew with a new process, which is then counted from its beginning.
+begin anew with a new process, which is then counted from its beginning. A new board goes on from
+what each actor has told the one before.
 
 Example: engine-0 has told {"busy": 7.0} and tells {"busy": 7.6, "paused": 0.4} a second later: that
 is a cell {"busy": 0.6, "paused": 0.4}. After a restart it tells {"restarting": 0.9}: so is that.
@@ -154,24 +155,19 @@ class Board:
 
 def cell_between(before: ActorReport | None, now: ActorReport) -> ActivityRecord | None:
     """What an actor did between two of its reports, if it tells such things."""
-    if not now.activity:
+    if not now.totals.activity:
         return None
-    if before is not None and before.process != now.process:
-        before = None
-    known = before.activity if before else {}
+    is_same = before is not None and before.process == now.process
+    known = before.totals if is_same else now.told
     seconds = {
-        activity: round(total - known.get(activity, 0.0), 4)
-        for activity, total in now.activity.items()
+        activity: round(total - known.activity.get(activity, 0.0), 4)
+        for activity, total in now.totals.activity.items()
     }
     return ActivityRecord(
         who=now.who,
         at=round(now.at, 3),
         seconds={activity: spent for activity, spent in seconds.items() if spent > 0},
-        tokens=_tokens(now) - (_tokens(before) if before else 0),
+        tokens=now.totals.tokens - known.tokens,
         requests=now.facts.requests if isinstance(now.facts, EngineFacts) else 0,
         version=now.facts.version if isinstance(now.facts, EngineFacts | TrainerFacts) else None,
     )
-
-
-def _tokens(report: ActorReport) -> int:
-    return report.facts.tokens if isinstance(report.facts, EngineFacts | TrainerFacts) else 0
