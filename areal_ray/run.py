@@ -266,7 +266,7 @@ class Run:
         ending.push_async_exit(crew)
         sights = Sights(config, files.directory)
         ending.push_async_exit(sights)
-        await sights.open(crew, ray.get_runtime_context().gcs_address)
+        await sights.show(crew, ray.get_runtime_context().gcs_address)
         view = Views(view, MonitorView(crew))
         has_warmup = config.warmup.steps and self._resumed is None
         warmup = f", {config.warmup.steps} supervised steps" if has_warmup else ""

@@ -35,7 +35,7 @@ class Sights:
         self._crew: Crew | None = None
         self.report_url = ""
 
-    async def open(self, crew: Crew, ray_address: str) -> None:
+    async def show(self, crew: Crew, ray_address: str) -> None:
         """From now on others can find the run, by its directory, and see how it does."""
         self._crew = crew
         try:
