@@ -235,7 +235,11 @@ def with_paths_from(config: Config, base: Path) -> Config:
         ),
         warmup=replace(config.warmup, data=anchored(config.warmup.data)),
         reward=replace(config.reward, function=anchored(config.reward.function)),
-        rollout=replace(config.rollout, workflow=anchored(config.rollout.workflow)),
+        rollout=replace(
+            config.rollout,
+            workflow=anchored(config.rollout.workflow),
+            filter=anchored(config.rollout.filter),
+        ),
         observability=replace(
             config.observability,
             trackers=tuple(anchored(spec) for spec in config.observability.trackers),

@@ -256,11 +256,13 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path) -> None:
 
 
 def test_files_named_in_a_config_are_found_beside_it(tmp_path: Path) -> None:
-    text = GOOD + "reward: {function: rewards.py:mine}\nrollout: {workflow: package.flows:mine}"
+    text = GOOD + "reward: {function: rewards.py:mine}\n"
+    text += "rollout: {workflow: package.flows:mine, filter: rules.py:mine}"
     config = load(write(tmp_path, text))
     assert config.data.train == str(tmp_path / "prompts.jsonl")
     assert config.reward.function == f"{tmp_path / 'rewards.py'}:mine"
     assert config.rollout.workflow == "package.flows:mine"
+    assert config.rollout.filter == f"{tmp_path / 'rules.py'}:mine"
     assert config.model.path == "some/model"
 
 
