@@ -3,13 +3,18 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from selenium import webdriver
 
 REPO = Path(__file__).parents[1]
 EXAMPLES = REPO / "examples"
@@ -51,6 +56,38 @@ def ray_cluster() -> Iterator[None]:
     yield
     cluster.leave()
     assert not ray.is_initialized()
+
+
+BROWSER_FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--window-size=1400,1000",
+)
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+    """A real one, without a screen."""
+    from selenium import webdriver
+
+    paths = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
+    assert all(paths.values()), f"not installed: {paths}; `make browser` sees to it"
+    options = webdriver.ChromeOptions()
+    options.binary_location = paths["chromium"]
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    for flag in (*BROWSER_FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('browser')}"):
+        options.add_argument(flag)
+    chrome = webdriver.Chrome(options, webdriver.ChromeService(paths["chromedriver"]))
+    chrome.set_page_load_timeout(60)
+    yield chrome
+    chrome.quit()
 
 
 class MarkedProcesses:

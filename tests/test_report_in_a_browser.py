@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -19,18 +18,6 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from areal_ray.observability.report import LiveReport, write_report
 
-FLAGS = (
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--disable-dev-shm-usage",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--window-size=1400,1000",
-)
 SECTIONS = [
     "reward",
     "time",
@@ -64,25 +51,6 @@ class Logged(msgspec.Struct):
     """A line of Chrome's performance log, as far as it is read here."""
 
     message: Happened
-
-
-def found(name: str) -> str:
-    path = shutil.which(name)
-    assert path is not None, f"{name} is not installed: `make browser` sees to it"
-    return path
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = found("chromium")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('browser')}"):
-        options.add_argument(flag)
-    chrome = webdriver.Chrome(options, webdriver.ChromeService(found("chromedriver")))
-    chrome.set_page_load_timeout(60)
-    yield chrome
-    chrome.quit()
 
 
 @pytest.fixture(scope="module")

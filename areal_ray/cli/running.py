@@ -92,7 +92,7 @@ def _find(run: str | None) -> tuple[str, str]:
     """The name and the namespace of its monitor."""
     import ray
 
-    from areal_ray.actors.crew import MONITOR, NAMESPACE
+    from areal_ray.actors.crew_members import MONITOR, NAMESPACE
 
     there = [
         (actor["name"], actor["namespace"])
