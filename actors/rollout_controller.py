@@ -20,30 +20,28 @@ import msgspec
 import ray
 from ray.actor import ActorHandle
 
-from areal_ray import logs
 from areal_ray.actors.bookkeeper import Bookkeeper
 from areal_ray.actors.group_calls import WORKER_GONE, GroupCalls
 from areal_ray.actors.keepers import EngineKeeper, WorkerKeeper
 from areal_ray.actors.pool import ActorPool, Care
 from areal_ray.actors.queue_line import QueueLine
 from areal_ray.actors.rollout_worker import WorkerSpec
+from areal_ray.actors.settling import Settling
 from areal_ray.actors.telemetry import MonitorAddress, Telemetry
 from areal_ray.changes import Changes
 from areal_ray.error_budget import ErrorBudget, FailureKind
 from areal_ray.errors import (
     DeadlineExceeded,
-    FilteredOut,
     GroupTimedOut,
     NotReady,
     WorkerLost,
-    described,
 )
 from areal_ray.fleet import MemberStatus
 from areal_ray.observability.actor_report import ControllerFacts
 from areal_ray.observability.loop_health import LoopReport
 from areal_ray.rollout_book import BookState, RolloutBook, Ticket
 from areal_ray.staleness import LedgerCounts
-from areal_ray.tasks import Ended, TaskRunner
+from areal_ray.tasks import TaskRunner
 from areal_ray.types import GroupOutcome, GroupSummary, Prompt, Sampling, WeightVersion
 from areal_ray.weights.transaction import LostEngine
 
@@ -124,7 +122,6 @@ class RolloutController:
         self._attaching = asyncio.Lock()
         self._line_to_queue: QueueLine | None = None
         self._changed = Changes()
-        self._filtered_in_a_row = 0
         self._evaluated = 0
         self._telemetry = Telemetry(
             "controller", monitor=monitor, facts=self._facts, shown=self.__repr__
@@ -413,49 +410,14 @@ class RolloutController:
                 self._budget.failed("an evaluation", error)
 
     async def _settle_all(self) -> None:
+        settling = Settling(
+            self._book,
+            self._line,
+            self._budget,
+            max_filtered_in_a_row=self._spec.max_filtered_in_a_row,
+            tell=lambda text: self._telemetry.event("warning", text),
+        )
         while True:
             ended = await self._groups.next_ended()
-            self._settle(self._tickets.pop(ended.number), ended)
+            settling.settle(self._tickets.pop(ended.number), ended)
             self._changed.notify()
-
-    def _settle(self, ticket: Ticket, ended: Ended[GroupOutcome]) -> None:
-        try:
-            outcome = ended.result()
-        except Exception as error:  # noqa: BLE001 - kept, and raised when there are too many
-            self._settle_failure(ticket, error)
-            return
-        self._budget.succeeded()
-        if not self._book.is_running(ticket.group_id):
-            return  # the queue was first to tell: it has even expired there
-        tokens = 0 if outcome.summary is None else outcome.summary.generated_tokens
-        if outcome.kind == "filtered":
-            self._settle_filtered(ticket.group_id, tokens)
-            return
-        self._filtered_in_a_row = 0
-        self._book.end(ticket.group_id, "accepted", tokens=tokens)
-        if outcome.queue != self._line.incarnation:
-            # It was the last thing that a queue took before it died.
-            self._book.expire(ticket.group_id)
-            self._line.drop(ticket.group_id)
-
-    def _settle_failure(self, ticket: Ticket, error: Exception) -> None:
-        group_id = ticket.group_id
-        logs.warning("group {} failed: {}", group_id, described(error))
-        self._telemetry.event("warning", f"group {group_id} failed: {described(error)}")
-        if not self._book.is_running(group_id):
-            return  # what failed was only the word of it: the queue has had it
-        timed_out = isinstance(error, GroupTimedOut)
-        if not self._book.end(group_id, "timed out" if timed_out else "failed"):
-            logs.warning("a prompt failed too often and is given up: {}", ticket.prompt)
-        self._line.drop(group_id)
-        self._budget.failed(f"group {group_id}", error)
-
-    def _settle_filtered(self, group_id: int, tokens: int) -> None:
-        self._book.end(group_id, "filtered", tokens=tokens)
-        self._line.drop(group_id)
-        self._filtered_in_a_row += 1
-        if self._filtered_in_a_row > self._spec.max_filtered_in_a_row:
-            raise FilteredOut(
-                f"rollout.filter let none of {self._filtered_in_a_row} groups in a row through "
-                "(rollout.max_filtered_in_a_row): there is nothing to train on"
-            )
