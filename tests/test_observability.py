@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import sys
 import threading
 from pathlib import Path
@@ -48,6 +49,19 @@ def step(number: int, reward: float = 0.5) -> StepRecord:
 
 def evaluation(number: int, reward: float) -> EvaluationRecord:
     return EvaluationRecord(step=number, version=number, seconds=1.0, prompts=10, reward=reward)
+
+
+def test_a_run_that_diverged_can_be_read_again(tmp_path: Path) -> None:
+    metrics = JsonlWriter(tmp_path / "metrics.jsonl")
+    diverged = msgspec.structs.replace(step(2), loss=float("nan"), kl_to_behaviour=float("nan"))
+    for record in (step(1), diverged):
+        metrics.write(record)
+    metrics.close()
+    first, second = read_metrics(tmp_path / "metrics.jsonl")
+    assert first == step(1)
+    assert math.isnan(second.loss)
+    assert math.isnan(second.kl_to_behaviour)
+    assert second.reward == diverged.reward
 
 
 def test_the_live_panel_shows_what_matters() -> None:

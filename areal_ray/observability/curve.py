@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,20 @@ from areal_ray.observability.records import EvaluationRecord, Record, StepRecord
 def read_metrics(path: Path) -> list[Record]:
     """All whole lines: the last one may have been cut off by whatever ended the run."""
     whole, _, _ = path.read_bytes().rpartition(b"\n")
-    return msgspec.json.Decoder(Record).decode_lines(whole)
+    try:
+        return msgspec.json.Decoder(Record).decode_lines(whole)
+    except msgspec.ValidationError:
+        return [_with_nan(line) for line in whole.splitlines()]
+
+
+def _with_nan(line: bytes) -> Record:
+    """JSON knows no NaN: a number that is none was written as null."""
+    fields = msgspec.json.decode(line)
+    kind = StepRecord if fields["kind"] == "step" else EvaluationRecord
+    for field in msgspec.structs.fields(kind):
+        if field.type is float and fields.get(field.name, 0.0) is None:
+            fields[field.name] = math.nan
+    return msgspec.convert(fields, kind)
 
 
 def draw_curve(metrics: Path, picture: Path, *, title: str) -> None:
