@@ -59,7 +59,7 @@ class Document:
         that is a job's entrypoint."""
         found = []
         for block in self.blocks("sh"):
-            for line in block.text.splitlines():
+            for line in block.text.replace("\\\n", " ").splitlines():
                 words = shlex.split(line, comments=True)
                 found += [
                     words[start + 1 :]

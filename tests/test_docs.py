@@ -37,6 +37,14 @@ def test_every_link_leads_somewhere(document: Document) -> None:
 
 
 @every_document
+def test_every_file_of_the_project_that_is_named_is_there(document: Document) -> None:
+    ours = re.compile(r"(?:tests|examples|benchmarks|docs|actors|placement)/[\w./]+\w")
+    for code in document.inline_code:
+        if ours.fullmatch(code):
+            assert (REPO / code).exists(), f"{document.path.name}: {code}"
+
+
+@every_document
 def test_every_areal_ray_command_is_one(document: Document) -> None:
     for words in document.commands("areal-ray"):
         words = words[: words.index(">")] if ">" in words else words
