@@ -65,7 +65,11 @@ def train_and_report(config: Config, *, resume: str | None = None) -> int:
         return 130
     except Exception as error:  # noqa: BLE001 - whatever it was, it ends on the last screen
         traceback.print_exc()
-        print(f"\nareal-ray: the run failed: {described(error)}", file=sys.stderr)
+        cause = described(error)
+        print(f"\nareal-ray: the run failed: {cause}", file=sys.stderr)
+        first, *more = cause.splitlines()
+        if more:  # the last line is what a job's status shows at once
+            print(f"areal-ray: the run failed: {first}", file=sys.stderr)
         return 1
     print(result.summary())
     return result.exit_code
