@@ -25,11 +25,11 @@ from areal_ray.actors.engine_calls import EngineCalls, EngineLost
 from areal_ray.actors.offers import NOT_WANTED, Offers
 from areal_ray.actors.telemetry import MonitorAddress, Telemetry
 from areal_ray.data.tokenizer import PromptTokenizer
-from areal_ray.errors import NotReady
+from areal_ray.errors import ArealRayError, NotReady, WorkflowError
 from areal_ray.generation.continuation import Continuation
 from areal_ray.observability.actor_report import WorkerFacts
 from areal_ray.observability.loop_health import LoopReport
-from areal_ray.plugins import unpack
+from areal_ray.plugins import unpack, users_traceback
 from areal_ray.priority import step_aside
 from areal_ray.rewards import RewardPool
 from areal_ray.try_outs import Answers, TriedOut
@@ -185,7 +185,13 @@ class RolloutWorker:
         the controller: returns who has it, for `collect`."""
         began = time.monotonic()
         running = _Running(assignment, assignment.engine)
-        group = await self._run(running)
+        try:
+            group = await self._run(running)
+        except ArealRayError:
+            raise
+        except Exception as error:
+            told = users_traceback(error, called_from=__file__)
+            raise WorkflowError(f"the workflow raised\n{told}") from error
         self._tried_out[group.group_id] = TriedOut(
             group_id=group.group_id,
             prompt=group.prompt,

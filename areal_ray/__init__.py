@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from areal_ray.config_file import load as load_config
     from areal_ray.run import Run, RunResult, train
     from areal_ray.types import Completion, Message, Prompt, Trajectory
+    from areal_ray.workbench import Workbench
     from areal_ray.workflows import RolloutContext, single_turn
 
 _HOMES = {
@@ -21,6 +22,7 @@ _HOMES = {
     "Run": "areal_ray.run",
     "RunResult": "areal_ray.run",
     "Trajectory": "areal_ray.types",
+    "Workbench": "areal_ray.workbench",
     "load_config": "areal_ray.config_file:load",
     "single_turn": "areal_ray.workflows",
     "train": "areal_ray.run",
@@ -35,6 +37,7 @@ __all__ = [
     "Run",
     "RunResult",
     "Trajectory",
+    "Workbench",
     "load_config",
     "single_turn",
     "train",

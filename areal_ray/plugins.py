@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -40,6 +41,15 @@ def pack(function: Callable[..., object]) -> bytes:
 
 def unpack(packed: bytes) -> Callable[..., object]:
     return cloudpickle.loads(packed)
+
+
+def users_traceback(error: Exception, *, called_from: str) -> str:
+    """Only what happened in the user's code, which was called from that file."""
+    told = traceback.TracebackException.from_exception(error)
+    ours = [index for index, frame in enumerate(told.stack) if frame.filename == called_from]
+    if ours:
+        del told.stack[: ours[-1] + 1]
+    return "".join(told.format()).strip()
 
 
 def _import(name: str, spec: str) -> ModuleType:

@@ -90,7 +90,7 @@ class RehearsedCrew:
         self._model = model
         self.run_dir = run_dir
         self._step_s = step_s
-        self._task = Task(
+        self.task = Task(
             prompts=prompts,
             demonstrations=(),
             packed_workflow=pack(workflow),
@@ -107,7 +107,7 @@ class RehearsedCrew:
         self._seats = await reserve(plan(self.config, device="cpu"))
         self.crew = Crew(
             self.config,
-            self._task,
+            self.task,
             model_path=str(self._model),
             run_dir=self.run_dir,
             seats=self._seats,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).parents[1]
-COMPOSES = {"areal_ray/run.py", "areal_ray/tune.py"}
+COMPOSES = {"areal_ray/run.py", "areal_ray/tune.py", "areal_ray/workbench.py"}
 OUTER = ("ray", "areal_ray.actors", "areal_ray.placement", "areal_ray.run")
 
 

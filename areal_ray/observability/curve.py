@@ -1,13 +1,23 @@
-"""The reward curve as a picture, from metrics.jsonl."""
+"""The reward curve as a picture.
+
+Drawn without pyplot, whose state is the process's: in a notebook that is the user's own.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from areal_ray.observability.records import EvaluationRecord, Record, StepRecord
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DPI = 130
 
 
 def read_metrics(path: Path) -> list[Record]:
@@ -30,16 +40,18 @@ def _with_nan(line: bytes) -> Record:
 
 
 def draw_curve(metrics: Path, picture: Path, *, title: str) -> None:
-    """Training reward as a line, held-out reward as points. Blocks: call it off the loop."""
-    import matplotlib
+    """From metrics.jsonl. Blocks: call it off the loop."""
+    curve(read_metrics(metrics), title=title).savefig(picture)
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    records = read_metrics(metrics)
+def curve(records: Sequence[Record], *, title: str) -> Figure:
+    """Training reward as a line, held-out reward as points."""
+    from matplotlib.figure import Figure
+
     steps = [record for record in records if isinstance(record, StepRecord)]
     evaluations = [record for record in records if isinstance(record, EvaluationRecord)]
-    figure, axes = pyplot.subplots(figsize=(8, 4.2), dpi=130)
+    figure = Figure(figsize=(8, 4.2), dpi=DPI)
+    axes = figure.subplots()
     axes.plot(
         [record.step for record in steps],
         [record.reward for record in steps],
@@ -72,5 +84,4 @@ def draw_curve(metrics: Path, picture: Path, *, title: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower right")
     figure.tight_layout()
-    figure.savefig(picture)
-    pyplot.close(figure)
+    return figure

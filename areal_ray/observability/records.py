@@ -56,6 +56,11 @@ class StepRecord(msgspec.Struct, frozen=True, tag="step", tag_field="kind"):
     """From the first engine's commit to the last's, pauses included."""
     update_attempts: int | None = None
 
+    def _repr_html_(self) -> str:
+        from areal_ray.observability.html import records_html
+
+        return records_html([self])
+
 
 class EvaluationRecord(msgspec.Struct, frozen=True, tag="evaluation", tag_field="kind"):
     """The mean reward of greedy answers to the held-out prompts."""
@@ -66,6 +71,11 @@ class EvaluationRecord(msgspec.Struct, frozen=True, tag="evaluation", tag_field=
     prompts: int
     reward: float
     at: float = 0.0
+
+    def _repr_html_(self) -> str:
+        from areal_ray.observability.html import records_html
+
+        return records_html([self])
 
 
 Record = StepRecord | EvaluationRecord

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from areal_ray.lifeline import die_with_owner
-from areal_ray.plugins import unpack
+from areal_ray.plugins import unpack, users_traceback
 from areal_ray.rewards.messages import LENGTH, SampleToScore, ScoreReply, ScoreRequest
 from areal_ray.types import Completion, Prompt
 
@@ -66,8 +66,9 @@ def _score(reward: Callable[..., object], request: ScoreRequest) -> ScoreReply:
         else:
             results = [reward(request.prompt, completion) for completion in completions]
         return ScoreReply(rewards=[_as_number(result) for result in results])
-    except Exception:  # noqa: BLE001 - the user's error, whatever it is, travels to its owner
-        return ScoreReply(error=f"the reward function raised\n{traceback.format_exc()}")
+    except Exception as error:  # noqa: BLE001 - the user's, whatever it is, travels to its owner
+        told = users_traceback(error, called_from=__file__)
+        return ScoreReply(error=f"the reward function raised\n{told}")
 
 
 async def _gather(

@@ -90,6 +90,11 @@ class Outcome(msgspec.Struct, frozen=True):
     longest_pause_s: float
     lost: list[LostEngine]
 
+    def _repr_html_(self) -> str:
+        from areal_ray.observability.html import outcome_html
+
+        return outcome_html(self)
+
 
 class Limits(msgspec.Struct, frozen=True):
     timeout_s: float
