@@ -1,92 +1,247 @@
-"""`ray job submit` of the example to a running cluster."""
+"""`ray job submit` to a cluster with its dashboard: jobs that succeed, fail and are stopped.
+
+And all that one sees of one meanwhile.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-import secrets
-import socket
-import subprocess
-import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import WebDriverWait
 
 from areal_ray.observability.curve import read_metrics
 from areal_ray.observability.records import StepRecord
+from areal_ray.observability.run_status import RunStatus
+from tests.conftest import MarkedProcesses
+from tests.vllm.jobs import JobCluster, job_cluster
 from tests.vllm.training import EXAMPLES, wait_until_empty
 
-RAY = Path(sys.executable).with_name("ray")
+QUICK = (
+    "warmup.steps=0 goal=null evaluation.every=0 evaluation.prompts=8 generation.engines=1 "
+    "trainer.groups_per_step=8"
+)
+BROKEN_REWARD = """
+def broken(prompt, completion):
+    raise ValueError("this reward can't be computed")
+"""
+METRICS_PORT = "import ray; ray.init(); print('PORT', ray.nodes()[0]['MetricsExportPort'])"
+TASK_NAMES = """
+import ray
+ray.init()
+print("NAMES", *sorted({e["cat"].removeprefix("task::") for e in ray.timeline()}), sep="\\n")
+"""
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
+@pytest.fixture(scope="module")
+def marked() -> Iterator[MarkedProcesses]:
+    marked = MarkedProcesses(f"jobs-{os.getpid()}")
+    yield marked
+    marked.kill()
 
 
-@pytest.fixture
-def cluster(marked_processes, tmp_path: Path) -> Iterator[dict[str, str]]:
-    """The environment of a shell beside a cluster that somebody started with `ray start`."""
-    environment = {
-        **marked_processes.environment,
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # loopback only
-        # Said to all: by themselves the cluster asks for a token once there is one, and Ray's CLI
-        # sends it only if told to.
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "PATH": f"{RAY.parent}{os.pathsep}{os.environ['PATH']}",
-    }
-    dashboard = free_port()
-    log = (tmp_path / "head.log").open("wb")
-    head = subprocess.Popen(
-        [
-            *(RAY, "start", "--head", "--block", "--num-cpus=2", f"--port={free_port()}"),
-            *("--include-dashboard=true", f"--dashboard-port={dashboard}"),
-            f"--dashboard-agent-listen-port={free_port()}",
-        ],
-        env=environment,
-        stdout=log,
-        stderr=log,
-    )
-    yield environment | {"RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard}"}
-    head.terminate()
-    head.wait(timeout=60)
-    log.close()
-    assert wait_until_empty(marked_processes.alive) == {}
+@pytest.fixture(scope="module")
+def cluster(
+    marked: MarkedProcesses, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[JobCluster]:
+    with job_cluster(marked, tmp_path_factory.mktemp("cluster") / "head.log") as cluster:
+        cluster.until_it_answers()
+        yield cluster
+
+
+def of_a_run(marked: MarkedProcesses) -> dict[int, str]:
+    """Processes that a run starts, and the cluster does not."""
+    kinds = ("VLLM::", "ray::GenerationActor", "ray::Trainer", "ray::Rollout", "ray::RunMonitor")
+    return {pid: name for pid, name in marked.alive().items() if name.startswith(kinds)}
 
 
 def test_the_example_runs_as_a_submitted_job_synchronously_colocated_and_with_adapters(
-    cluster: dict[str, str], tmp_path: Path
+    cluster: JobCluster, tmp_path: Path
 ) -> None:
-    listing = [RAY, "job", "list"]
-    while subprocess.run(listing, env=cluster, capture_output=True, check=False).returncode:
-        pass  # until the dashboard answers; the test's own time limit ends it otherwise
-    submitted = subprocess.run(
-        [
-            *(RAY, "job", "submit", "--working-dir", EXAMPLES, "--"),
-            *("python", "arithmetic.py", f"runs_dir={tmp_path / 'runs'}", "steps=3"),
-            *("warmup.steps=20", "goal=null", "evaluation.every=0", "evaluation.prompts=8"),
-            *("generation.engines=1", "trainer.groups_per_step=8", "rollout.max_staleness=0"),
-            *("generation.colocated=true", "weights.staging=host", "trainer.lora.rank=4"),
-        ],
-        env=cluster,
-        capture_output=True,
-        text=True,
-        check=False,
+    submitted = cluster.run(
+        *("ray", "job", "submit", "--working-dir", EXAMPLES, "--"),
+        *("python", "arithmetic.py", f"runs_dir={tmp_path / 'runs'}", "steps=3"),
+        *("warmup.steps=20", "goal=null", "evaluation.every=0", "evaluation.prompts=8"),
+        *("generation.engines=1", "trainer.groups_per_step=8", "rollout.max_staleness=0"),
+        *("generation.colocated=true", "weights.staging=host", "trainer.lora.rank=4"),
+        timeout_s=300,
     )
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
     assert "areal-ray: all steps done after 3 steps" in submitted.stdout
     assert "succeeded" in submitted.stdout
-    assert (tmp_path / "runs" / "arithmetic" / "model" / "model.safetensors").is_file()
+    run = tmp_path / "runs" / "arithmetic"
+    assert (run / "model" / "model.safetensors").is_file()
     # Without staleness training is synchronous.
-    steps = [
-        record
-        for record in read_metrics(tmp_path / "runs" / "arithmetic" / "metrics.jsonl")
-        if isinstance(record, StepRecord)
-    ]
+    records = read_metrics(run / "metrics.jsonl")
+    steps = [record for record in records if isinstance(record, StepRecord)]
     assert [record.staleness_max for record in steps] == [0, 0, 0]
     assert [record.queue_groups for record in steps] == [0, 0, 0]
     # What the engine samples from is what the trainer computes: merged, with what adapters learnt.
     assert all(record.kl_to_behaviour < 1e-3 for record in steps)
-    # The job joined the cluster and left it as it was.
-    assert subprocess.run(listing, env=cluster, capture_output=True, check=False).returncode == 0
+    # What one sees of it afterwards.
+    assert "resting" in (run / "timeline.jsonl").read_text()
+    assert b"GenerationActor" in (run / "trace.json").read_bytes()
+    assert "<!doctype html>" in (run / "report.html").read_text()[:200].lower()
+    assert not (run / "live.json").exists()
+
+
+def test_a_job_that_fails_is_failed_and_tells_the_cause(
+    cluster: JobCluster, marked: MarkedProcesses, tmp_path: Path
+) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN_REWARD)
+    job = cluster.submit(
+        f"areal-ray train arithmetic.yaml runs_dir={tmp_path / 'runs'} {QUICK} "
+        f"reward.function={tmp_path / 'broken.py'}:broken rollout.max_failed_groups=2",
+        EXAMPLES,
+    )
+    info = cluster.until_ended(job)
+    assert info["status"] == "FAILED"
+    assert info["driver_exit_code"] == 1
+    assert "this reward can't be computed" in info["message"]
+    assert "areal-ray: the run failed: TooManyFailures" in info["message"]
+    assert wait_until_empty(lambda: of_a_run(marked)) == {}
+
+
+@pytest.fixture(scope="module")
+def running(
+    cluster: JobCluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, Path]]:
+    """A job in the midst of its training, and its run's directory. The last test stops it."""
+    runs = tmp_path_factory.mktemp("stopped")
+    job = cluster.submit(
+        f"python arithmetic.py runs_dir={runs} name=watched steps=100000 {QUICK}",
+        EXAMPLES,
+        env_vars={"RAY_JOB_STOP_WAIT_TIME_S": "120"},
+    )
+    cluster.until(lambda: "step 3/" in cluster.logs(job), job)
+    return job, runs / "watched"
+
+
+def status_of(cluster: JobCluster, run: str | Path) -> RunStatus:
+    import msgspec
+
+    asked = cluster.run("areal-ray", "status", run, "--json")
+    assert asked.returncode == 0, asked.stderr
+    return msgspec.json.decode(asked.stdout, type=RunStatus)
+
+
+def test_the_job_carries_the_run_s_name(cluster: JobCluster, running: tuple[str, Path]) -> None:
+    assert cluster.info(running[0])["metadata"]["areal_ray_run"] == "watched"
+
+
+def test_it_is_looked_at_and_told_things_from_another_shell(
+    cluster: JobCluster, running: tuple[str, Path], tmp_path: Path
+) -> None:
+    job, directory = running
+    by_directory, by_name = status_of(cluster, directory), status_of(cluster, "watched")
+    assert by_directory.name == by_name.name == "watched"
+    told = {actor.report.who: actor.report.shown for actor in by_name.actors}
+    assert told["engine-0"].startswith("GenerationActor[engine-0 v")
+    assert told["trainer"].startswith("TrainerActor[trainer v")
+
+    assert cluster.run("areal-ray", "pause", directory).returncode == 0
+    paused = cluster.until(lambda: (s := status_of(cluster, directory)) and _ran_dry(s) and s, job)
+    assert "paused" in next(a.report.shown for a in paused.actors if a.report.who == "controller")
+    resumed = cluster.run("areal-ray", "resume", directory)
+    assert resumed.stdout == "areal-ray: resumed\n"
+    cluster.until(lambda: status_of(cluster, directory).step.step > paused.step.step, job)
+
+    grown = cluster.run("areal-ray", "resize", "2", directory)
+    assert grown.stdout == "areal-ray: 2 engines\n", grown.stderr
+    assert cluster.run("areal-ray", "resize", "1", directory).returncode == 0
+    refused = cluster.run("areal-ray", "resize", "0", directory)
+    assert refused.returncode == 1
+    assert "expected at least generation.min_engines" in refused.stderr
+    assert cluster.run("areal-ray", "status", "nobody").returncode == 2
+
+    traced = cluster.run("areal-ray", "trace", directory, "--out", tmp_path / "trace.json")
+    assert traced.returncode == 0, traced.stderr
+    events = json.loads((tmp_path / "trace.json").read_bytes())["traceEvents"]
+    spans = {event["name"] for event in events if event["ph"] == "X"}
+    assert spans >= {"generate", "reward", "queue wait", "train", "stage", "commit"}
+
+
+def _ran_dry(status: RunStatus) -> bool:
+    """Nothing is generated, and the trainer waits."""
+    does = {actor.report.who: actor.shares for actor in status.actors}
+    return does["engine-0"].get("busy") is None and "waiting for data" in does["trainer"]
+
+
+def test_metrics_are_on_ray_s_own_endpoint(cluster: JobCluster, running: tuple[str, Path]) -> None:
+    job, _ = running
+    port = cluster.run("python", "-c", METRICS_PORT).stdout.partition("PORT")[2].strip()
+    wanted = {
+        'ray_areal_ray_reward{run="watched"}',
+        'ray_areal_ray_generated_tokens_total{engine="engine-0",run="watched"}',
+        'ray_areal_ray_queue_groups{run="watched"}',
+        'ray_areal_ray_queue_bytes{run="watched"}',
+        'ray_areal_ray_staleness_versions_count{run="watched"}',
+        'ray_areal_ray_engine_version_lag{engine="engine-0",run="watched"}',
+        'ray_areal_ray_weight_update_phase_seconds{phase="pause",run="watched"}',
+        'ray_areal_ray_event_loop_lag_p99_ms{actor="trainer",run="watched"}',
+        'ray_areal_ray_engine_state{engine="engine-0",run="watched",state="serving"}',
+        'ray_areal_ray_gpu_idle_seconds_total{actor="trainer",cause="idle",run="watched"}',
+    }
+
+    def scraped() -> dict[str, float]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+            return dict(map(_own_sample, answer.read().decode().splitlines()))
+
+    # Ray gathers them every few seconds.
+    found = cluster.until(lambda: (s := scraped()).keys() >= wanted and s, job, timeout_s=60)
+    tokens = 'ray_areal_ray_generated_tokens_total{engine="engine-0",run="watched"}'
+    assert found[tokens] > 100
+    assert found['ray_areal_ray_engine_state{engine="engine-0",run="watched",state="serving"}'] == 1
+
+
+def _own_sample(line: str) -> tuple[str, float]:
+    """A line of Prometheus' format, with our own tags alone."""
+    if not line.startswith("ray_areal_ray_"):
+        return "", 0.0
+    name, _, rest = line.partition("{")
+    tags, _, value = rest.rpartition("} ")
+    own = ("run=", "engine=", "actor=", "state=", "cause=", "phase=")
+    kept = [tag for tag in tags.split('",') if tag.startswith(own)]
+    shown = ",".join(sorted(f'{tag.rstrip(chr(34))}"' for tag in kept))
+    return f"{name}{{{shown}}}", float(value)
+
+
+def test_ray_s_timeline_names_the_phases(cluster: JobCluster, running: tuple[str, Path]) -> None:
+    asked = cluster.run("python", "-c", TASK_NAMES)
+    names = asked.stdout.partition("NAMES")[2].split("\n")
+    for phase in ("train step ", "wait for batch ", "weight update v", "commit v", "stage "):
+        assert any(name.startswith(phase) for name in names), (phase, asked.stderr)
+
+
+def test_the_dashboard_s_actor_page_tells_who_is_who(
+    cluster: JobCluster, running: tuple[str, Path], browser: webdriver.Chrome, tmp_path: Path
+) -> None:
+    browser.get(cluster.dashboard_url)
+    browser.add_cookie({"name": "ray-authentication-token", "value": cluster.token})
+    browser.get(f"{cluster.dashboard_url}/#/actors")
+    page = WebDriverWait(browser, 60).until(
+        lambda b: (t := b.find_element(By.TAG_NAME, "body").text) and "watched/engine-0" in t and t
+    )
+    browser.save_screenshot(str(tmp_path / "actors.png"))
+    for name in ("watched/trainer", "watched/controller", "watched/queue", "watched/monitor"):
+        assert name in page
+    assert "GenerationActor[engine-0]" in page
+
+
+def test_a_job_that_is_stopped_has_saved_its_model_and_leaves_no_process(
+    cluster: JobCluster, running: tuple[str, Path], marked: MarkedProcesses
+) -> None:
+    job, directory = running
+    assert cluster.run("ray", "job", "stop", job, timeout_s=180).returncode == 0
+    assert cluster.until_ended(job)["status"] == "STOPPED"
+    assert (directory / "model" / "model.safetensors").is_file()
+    assert (directory / "report.html").is_file()
+    assert "stopping: finishing the step, then saving" in cluster.logs(job)
+    assert wait_until_empty(lambda: of_a_run(marked)) == {}
+    assert cluster.run("areal-ray", "status", directory).returncode == 2

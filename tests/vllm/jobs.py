@@ -1,0 +1,126 @@
+"""Ray's Jobs API from a user's shell: a cluster with a dashboard, and jobs submitted to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.conftest import MarkedProcesses
+from tests.vllm.training import wait_until_empty
+
+BIN = Path(sys.executable).parent
+ASK_THE_API = """
+import json, sys
+from ray.job_submission import JobSubmissionClient
+
+client = JobSubmissionClient()
+method, arguments = sys.argv[1], json.loads(sys.argv[2])
+answer = getattr(client, method)(**arguments)
+print("ANSWER" + json.dumps(answer.dict() if hasattr(answer, "dict") else answer))
+"""
+ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+class JobCluster:
+    """A cluster that somebody started with `ray start`, and a shell beside it."""
+
+    def __init__(self, environment: dict[str, str], dashboard_url: str, token: str) -> None:
+        self._environment = environment
+        self.dashboard_url = dashboard_url
+        self.token = token
+
+    def run(self, *command: str | Path, timeout_s: float = 120.0) -> subprocess.CompletedProcess:
+        """A command in that shell."""
+        return subprocess.run(
+            [BIN / command[0], *command[1:]],
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout_s,
+        )
+
+    def until_it_answers(self) -> None:
+        while self.run("ray", "job", "list").returncode:
+            pass  # the test's own time limit ends it otherwise
+
+    def ask(self, method: str, **arguments: object) -> object:
+        """Of Ray's JobSubmissionClient."""
+        asked = self.run("python", "-c", ASK_THE_API, method, json.dumps(arguments))
+        assert "ANSWER" in asked.stdout, asked.stdout + asked.stderr
+        return json.loads(asked.stdout.partition("ANSWER")[2])
+
+    def submit(self, entrypoint: str, working_dir: Path, **runtime_env: object) -> str:
+        """Returns the submission's id."""
+        return self.ask(
+            "submit_job",
+            entrypoint=entrypoint,
+            runtime_env={"working_dir": str(working_dir), **runtime_env},
+        )
+
+    def info(self, job: str) -> dict:
+        return self.ask("get_job_info", job_id=job)
+
+    def logs(self, job: str) -> str:
+        return self.ask("get_job_logs", job_id=job)
+
+    def until_ended(self, job: str, timeout_s: float = 240.0) -> dict:
+        return self.until(lambda: (i := self.info(job))["status"] in ENDED and i, job, timeout_s)
+
+    def until(self, condition: Callable[[], object], job: str, timeout_s: float = 240.0) -> object:
+        """What the condition gives, once it is true."""
+        deadline = time.monotonic() + timeout_s
+        while not (found := condition()):
+            assert time.monotonic() < deadline, self.logs(job)
+            time.sleep(0.5)
+        return found
+
+
+@contextmanager
+def job_cluster(marked: MarkedProcesses, log: Path) -> Iterator[JobCluster]:
+    token = secrets.token_hex(32)
+    environment = {
+        **marked.environment,
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # loopback only
+        # Said to all: by themselves the cluster asks for a token once there is one, and Ray's CLI
+        # sends it only if told to.
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": token,
+        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+    }
+    dashboard, port = free_port(), free_port()
+    with log.open("wb") as said:
+        head = subprocess.Popen(
+            [
+                *(BIN / "ray", "start", "--head", "--block", "--num-cpus=2", f"--port={port}"),
+                *("--include-dashboard=true", f"--dashboard-port={dashboard}"),
+                f"--dashboard-agent-listen-port={free_port()}",
+            ],
+            env=environment,
+            stdout=said,
+            stderr=said,
+        )
+        url = f"http://127.0.0.1:{dashboard}"
+        shell = environment | {
+            "RAY_API_SERVER_ADDRESS": url,
+            "RAY_ADDRESS": f"127.0.0.1:{port}",
+        }
+        try:
+            yield JobCluster(shell, url, token)
+        finally:
+            head.terminate()
+            head.wait(timeout=60)
+    assert wait_until_empty(marked.alive) == {}
