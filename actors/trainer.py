@@ -26,6 +26,7 @@ from areal_ray.config import WarmupConfig
 from areal_ray.errors import NotReady, TrainerLost, described
 from areal_ray.observability.jsonl import JsonlWriter
 from areal_ray.observability.loop_health import LoopReport
+from areal_ray.observability.records import RolloutRecord
 from areal_ray.training.spec import RankPlace, StepMetrics, TrainerSpec, TrainerStart
 from areal_ray.types import Prompt, TrajectoryGroup, WeightVersion
 from areal_ray.weights.update import GroupMember, SendingPlan
@@ -52,21 +53,6 @@ class TrainReport(msgspec.Struct, frozen=True):
     group_ids: list[int]
     loop: LoopReport
     """Of the trainer's event loop, when it had its batch."""
-
-
-class RolloutRecord(msgspec.Struct, frozen=True):
-    """A line of rollouts.jsonl."""
-
-    step: int
-    group: int
-    prompt: str
-    answer: str | None
-    text: str
-    reward: float
-    finish_reason: str
-    prompt_tokens: list[int]
-    tokens: list[int]
-    versions: list[int]
 
 
 @ray.remote(max_concurrency=64)

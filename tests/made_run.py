@@ -15,26 +15,13 @@ import msgspec
 
 from areal_ray.config import Config, ModelConfig
 from areal_ray.config_file import to_yaml
-from areal_ray.observability.records import EvaluationRecord, Record, StepRecord
+from areal_ray.observability.records import EvaluationRecord, Record, RolloutRecord, StepRecord
 from areal_ray.observability.timeline import ActivityRecord, EventRecord, TimelineRecord
 
 BEGAN = 1_790_000_000.0
 STEP_S = 5.0
 LOST_S, BACK_S = 287.0, 331.0
 """When engine-1 is lost, and when it serves again."""
-
-
-class Rollout(msgspec.Struct, frozen=True):
-    step: int
-    group: int
-    prompt: str
-    answer: str | None
-    text: str
-    reward: float
-    finish_reason: str
-    prompt_tokens: list[int]
-    tokens: list[int]
-    versions: list[int]
 
 
 def make_run(directory: Path, *, steps: int = 120, seed: int = 7) -> Path:
@@ -183,7 +170,7 @@ def _cell(who: str, at: float, seconds: dict[str, float], tokens: int = 0) -> Ac
     return ActivityRecord(who=who, at=at, seconds=there, tokens=tokens, requests=24, version=1)
 
 
-def rollouts(steps: int, chance: random.Random) -> Iterator[Rollout]:
+def rollouts(steps: int, chance: random.Random) -> Iterator[RolloutRecord]:
     for step in range(1, steps + 1):
         for group in range(6):
             first, second = chance.randint(10, 99), chance.randint(10, 99)
@@ -191,7 +178,7 @@ def rollouts(steps: int, chance: random.Random) -> Iterator[Rollout]:
             for _ in range(4):
                 is_right = chance.random() < skill(step)
                 text = answer if is_right else f"{chance.randint(20, 198):03}"
-                yield Rollout(
+                yield RolloutRecord(
                     step=step,
                     group=step * 6 + group,
                     prompt=f"{first}+{second}=",

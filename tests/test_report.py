@@ -11,7 +11,7 @@ from made_run import (
     BACK_S,
     BEGAN,
     LOST_S,
-    Rollout,
+    RolloutRecord,
     append,
     make_run,
     metrics,
@@ -149,7 +149,7 @@ def test_a_long_run_makes_a_page_of_bounded_size(tmp_path: Path) -> None:
 
 def test_what_a_model_wrote_can_end_no_script(tmp_path: Path) -> None:
     evil = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>\u2028 {{data}} &amp;"
-    sample = Rollout(1, 1, evil, evil, evil, 1.0, "stop", [1], [1], [0])
+    sample = RolloutRecord(1, 1, evil, evil, evil, 1.0, "stop", [1], [1], [0])
     append(tmp_path / "rollouts.jsonl", [sample])
     append(tmp_path / "metrics.jsonl", metrics(1, random.Random(1)))
     event = EventRecord(at=1.0, who=evil, level="error", text=evil)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from made_run import Rollout, append, make_run, step_record
+from made_run import RolloutRecord, append, make_run, step_record
 from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
@@ -58,7 +58,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = make_run(tmp_path_factory.mktemp("runs") / "made")
     append(
         directory / "rollouts.jsonl",
-        [Rollout(120, 999, EVIL, EVIL, EVIL, 9.0, "stop", [1], [1, 2], [118, 119])],
+        [RolloutRecord(120, 999, EVIL, EVIL, EVIL, 9.0, "stop", [1], [1, 2], [118, 119])],
     )
     return directory
 

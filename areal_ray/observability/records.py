@@ -1,4 +1,5 @@
-"""What a run writes down: one record a step and one an evaluation, in metrics.jsonl."""
+"""What a run writes down: a record for each step and evaluation in metrics.jsonl, and one for each
+sample in rollouts.jsonl."""
 
 from __future__ import annotations
 
@@ -76,6 +77,21 @@ class EvaluationRecord(msgspec.Struct, frozen=True, tag="evaluation", tag_field=
         from areal_ray.observability.html import records_html
 
         return records_html([self])
+
+
+class RolloutRecord(msgspec.Struct, frozen=True):
+    """A line of rollouts.jsonl: one sample that was trained on."""
+
+    step: int
+    group: int
+    prompt: str
+    answer: str | None
+    text: str
+    reward: float
+    finish_reason: str
+    prompt_tokens: list[int]
+    tokens: list[int]
+    versions: list[int]
 
 
 Record = StepRecord | EvaluationRecord

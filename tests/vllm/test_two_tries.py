@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from areal_ray.actors.trainer import RolloutRecord
+from areal_ray.observability.records import RolloutRecord
 from areal_ray.types import NOT_GENERATED
 from tests.vllm.training import EXAMPLES, step_records
 
