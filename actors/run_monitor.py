@@ -57,6 +57,8 @@ class RunMonitor:
     def __repr__(self) -> str:
         return f"RunMonitor[{self._spec.run}]"
 
+    # Ray lists the last tasks only: in an hour these would have pushed out all others.
+    @ray.method(enable_task_events=False)
     async def hear(self, report: ActorReport) -> SpansWanted | None:
         """One actor's word; the answer is what else is wanted of it."""
         news = self._board.hear(report)

@@ -11,7 +11,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +32,11 @@ from areal_ray import Completion, Prompt
 from areal_ray.actors.crew import Crew
 from areal_ray.actors.crew_specs import Task
 from areal_ray.actors.rehearsal import Rehearsal
+from areal_ray.actors.telemetry import Telemetry
 from areal_ray.config import Config, resolve
 from areal_ray.config_file import from_mapping
 from areal_ray.deadlines import within
-from areal_ray.observability.loop_health import LoopHealth, LoopReport
+from areal_ray.observability.loop_health import LoopReport
 from areal_ray.placement import connect, plan, reserve
 from areal_ray.plugins import pack
 from areal_ray.types import WeightVersion
@@ -185,23 +194,32 @@ class Lags:
 
     async def reset(self) -> None:
         """Begin anew."""
-        await self._ask(LoopHealth.reset)
+
+        async def begin_anew(telemetry: Telemetry) -> None:
+            telemetry._health.reset()
+
+        await on_their_loops(self._actors.values(), begin_anew)
 
     async def reports(self) -> dict[str, LoopReport]:
-        return dict(zip(self._actors, await self._ask(LoopHealth.report), strict=True))
+        async def report(telemetry: Telemetry) -> LoopReport:
+            return telemetry.loop()
 
-    async def _ask(self, question: Callable[[LoopHealth], T]) -> list[T]:
-        """Of each actor, on its own event loop: what Ray calls so runs in another thread."""
+        reports = await on_their_loops(self._actors.values(), report)
+        return dict(zip(self._actors, reports, strict=True))
 
-        def ask(actor: object) -> T:
-            health: LoopHealth = actor._loop_health
 
-            async def answer() -> T:
-                return question(health)
+async def on_their_loops(
+    actors: Iterable[ActorHandle], question: Callable[[Telemetry], Awaitable[T]]
+) -> list[T]:
+    """Ask each actor's telemetry, on its own event loop: what Ray calls runs in another thread."""
 
-            return asyncio.run_coroutine_threadsafe(answer(), health._loop).result(60)
+    def ask(actor: object) -> T:
+        is_trainer = hasattr(actor, "_rank")
+        telemetry: Telemetry = actor._rank.telemetry if is_trainer else actor._telemetry
+        asked = asyncio.run_coroutine_threadsafe(question(telemetry), telemetry._health._loop)
+        return asked.result(60)
 
-        return await asyncio.gather(*(a.__ray_call__.remote(ask) for a in self._actors.values()))
+    return await asyncio.gather(*(actor.__ray_call__.remote(ask) for actor in actors))
 
 
 async def pid_of(actor: ActorHandle) -> int:

@@ -62,12 +62,19 @@ class LagWindow:
 
     def add(self, lag_s: float, stack: str = "") -> None:
         """A tick that came. Of more lags than the window holds, it takes the longest."""
+        if lag_s < self._every_s:  # Nearly always, ten times a second.
+            self._lags_s[self._samples % len(self._lags_s)] = lag_s
+            self._samples += 1
+        else:
+            self._add_stall(lag_s)
+        if lag_s > self._worst_s:
+            self._worst_s, self._worst_stack = lag_s, stack
+
+    def _add_stall(self, lag_s: float) -> None:
         size = len(self._lags_s)
         nth = np.arange(min(int(lag_s / self._every_s) + 1, size))
         self._lags_s[(self._samples + nth) % size] = lag_s - self._every_s * nth
         self._samples += len(nth)
-        if lag_s > self._worst_s:
-            self._worst_s, self._worst_stack = lag_s, stack
 
     def report(self, who: str) -> LoopReport:
         lags_ms = 1e3 * (self._lags_s[: self._samples] if self._samples else np.zeros(1))
@@ -167,7 +174,8 @@ class LoopHealth:
         closed, soon_s = False, self._limit_s / 4
         while not closed and not self._loop.is_closed():
             left_s = self._due + self._limit_s - self._clock()
-            closed = self._closed.wait(min(left_s, soon_s) if left_s > 0 else soon_s)
+            # The tick after it is due later: until then nothing can be held for too long.
+            closed = self._closed.wait(min(left_s, self._limit_s) if left_s > 0 else soon_s)
             try:
                 self._look()
             except Exception as error:  # noqa: BLE001 - what watches outlives what it meets
