@@ -48,7 +48,7 @@ def the_monitor_of(run: str | None) -> Iterator[ActorHandle]:
         if address is not None:
             yield _get(address.monitor, address.namespace, run)
         else:
-            yield _get(*_find(run), run)
+            yield _get(*find_monitor(run), run)
     finally:
         ray.shutdown()
 
@@ -88,8 +88,8 @@ def _get(name: str, namespace: str, run: str | None) -> ActorHandle:
         raise NoRun(f"{run or name}: it is not on its way any more") from None
 
 
-def _find(run: str | None) -> tuple[str, str]:
-    """The name and the namespace of its monitor."""
+def find_monitor(run: str | None) -> tuple[str, str]:
+    """The name and the namespace of its monitor, in the cluster that was joined."""
     import ray
 
     from areal_ray.actors.crew_members import MONITOR, NAMESPACE
