@@ -98,7 +98,9 @@ class CheckpointEngineManager:
         self._telemetry.start()
 
     def __repr__(self) -> str:
-        return f"CheckpointEngineManager[{len(self._updates.members)} engines]"
+        members = len(self._updates.members)
+        doing = f"[{members} engines]" if members else ""
+        return f"CheckpointEngineManager{doing}"
 
     async def sync(self, engine: EngineMember) -> None:
         """Give one engine the trainer's weights; from then on it takes part in every update."""
