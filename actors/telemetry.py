@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import ray
 from ray.actor import ActorHandle
@@ -27,6 +27,8 @@ from areal_ray.observability.loop_health import LoopHealth, LoopReport
 from areal_ray.observability.records import Record
 from areal_ray.observability.spans import SpanRecorder
 from areal_ray.observability.timeline import EventRecord
+
+T = TypeVar("T")
 
 TELL_EVERY_S = 1.0
 TELL_TIMEOUT_S = 10.0
@@ -71,6 +73,7 @@ class Telemetry:
         self._records: list[Record] = []
         self._telling: asyncio.Task[None] | None = None
         self._is_troubled = False
+        self._given_up = 0
         self.meter = meter
         self.spans = SpanRecorder()
 
@@ -88,12 +91,18 @@ class Telemetry:
 
     def event(self, level: Literal["info", "warning", "error"], text: str, who: str = "") -> None:
         """`who`: if it happened to somebody else."""
-        if self._address is not None and len(self._events) < MAX_UNTOLD:
-            self._events.append(EventRecord(time.time(), who or self._who, level, text))
+        self._keep(self._events, EventRecord(time.time(), who or self._who, level, text))
 
     def record(self, record: Record) -> None:
-        if self._address is not None and len(self._records) < MAX_UNTOLD:
-            self._records.append(record)
+        self._keep(self._records, record)
+
+    def _keep(self, untold: list[T], one: T) -> None:
+        if self._address is None:
+            return
+        if len(untold) < MAX_UNTOLD:
+            untold.append(one)
+        else:
+            self._given_up += 1
 
     async def close(self) -> None:
         """With a last word, if somebody hears it."""
@@ -132,6 +141,9 @@ class Telemetry:
             timeout_s, self._monitor.hear.remote(report), who="the monitor", doing="listening"
         )
         self._told = report.totals
+        if self._given_up:
+            logs.warning("{}: {} events and records were never heard", self._who, self._given_up)
+            self._given_up = 0
         del self._events[: len(report.events)]
         del self._records[: len(report.records)]
         return wanted

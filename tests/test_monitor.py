@@ -9,9 +9,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import ray
 
+from areal_ray.actors.telemetry import MAX_UNTOLD, MonitorAddress, Telemetry
 from areal_ray.commands import Answer, Command, Pause, Resize, Resume
-from areal_ray.observability.actor_report import ControllerFacts, QueueFacts, WorkerFacts
+from areal_ray.observability.actor_report import (
+    ActorReport,
+    ControllerFacts,
+    QueueFacts,
+    RunFacts,
+    WorkerFacts,
+)
 from areal_ray.observability.records import EvaluationRecord
 from areal_ray.observability.run_status import ActorStatus, RunStatus
 from areal_ray.observability.timeline import ActivityRecord, EventRecord, read_timeline
@@ -152,6 +160,34 @@ def test_a_monitor_that_dies_comes_back_and_nothing_waits_for_it(
         assert await tell(crew, Resume()) == Answer("resumed")
 
     live_through(scenario)
+
+
+async def test_what_nobody_hears_is_kept_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[ActorReport] = []
+
+    class Monitor:
+        class hear:  # noqa: N801
+            @staticmethod
+            async def remote(report: ActorReport) -> None:
+                heard.append(report)
+
+    telemetry = Telemetry(
+        "run",
+        monitor=MonitorAddress("monitor", "areal_ray/test"),
+        facts=lambda: RunFacts(phase="training"),
+        shown=lambda: "Run",
+    )
+    for number in range(MAX_UNTOLD + 5):
+        telemetry.event("info", f"event {number}")
+    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: Monitor())
+    telemetry.start()
+    telemetry.record(EvaluationRecord(step=1, version=1, seconds=1.0, prompts=1, reward=0.5))
+    await telemetry.close()
+    (report,) = heard
+    assert report.is_last
+    assert [event.text for event in report.events[:2]] == ["event 0", "event 1"]
+    assert len(report.events) == MAX_UNTOLD
+    assert len(report.records) == 1
 
 
 def test_the_timeline_tells_all_of_it(
