@@ -1,6 +1,6 @@
 """RunMonitor: the run's front desk. Everybody tells it how he does; who is outside asks here.
 
-It hears every actor about once a second, writes timeline.jsonl, sets the metrics on Ray's endpoint,
+It hears every actor every two seconds, writes timeline.jsonl, sets the metrics on Ray's endpoint,
 answers `areal-ray status`, gathers traces, and hands commands to the run. No work waits for it: if
 it dies, Ray brings it back, actors find it by its name, and what they have to tell is told then.
 """

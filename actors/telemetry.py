@@ -1,4 +1,4 @@
-"""The part of an actor that tells how it does: once a second, to the run's monitor.
+"""The part of an actor that tells how it does: every two seconds, to the run's monitor.
 
 It owns the actor's loop timer, its flight recorder and its activity meter. Nothing depends on what
 it tells: where the monitor is away, that is logged once, events and records are kept until somebody
@@ -30,7 +30,8 @@ from areal_ray.observability.timeline import EventRecord
 
 T = TypeVar("T")
 
-TELL_EVERY_S = 1.0
+TELL_EVERY_S = 2.0
+"""Most of what seeing a run costs is this call and its hearing: half as often costs half."""
 TELL_TIMEOUT_S = 10.0
 LAST_WORD_TIMEOUT_S = 2.0
 MAX_UNTOLD = 1000

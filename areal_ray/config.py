@@ -236,8 +236,8 @@ class EvaluationConfig(Section):
 
 class ObservabilityConfig(Section):
     telemetry: bool = True
-    """Let every actor tell once a second what it does: for `areal-ray status`, the timeline in the
-    report, traces, and the metrics in Ray's dashboard."""
+    """Let every actor tell what it does, every two seconds: for `areal-ray status`, the timeline in
+    the report, traces, and the metrics in Ray's dashboard."""
     live_report: bool = True
     """Serve the run's report, as it is by then, at a local address while the run goes on."""
     trackers: tuple[str, ...] = ()

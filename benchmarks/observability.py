@@ -3,7 +3,7 @@
 One crew with a real vLLM engine takes turns, each of which finishes the same number of groups:
 - without: no actor times its spans or its event loop, and none tells anything;
 - without again: the same, so that one sees how much two equal turns differ;
-- with: as runs are by default. Every actor tells once a second, the live report is served;
+- with: as runs are by default. Every actor tells every two seconds, the live report is served;
 - looked at: with `areal-ray status` once a second and the report open in a browser. Who looks is
   simulated in this process, and counted.
 

@@ -26,7 +26,7 @@ from areal_ray.observability.terminal import (
     time_left,
 )
 
-SILENT_S = 5.0
+SILENT_S = 8.0
 """Who has told nothing for so long is marked."""
 SHOWN_EVENTS = 6
 STYLES = {

@@ -1,4 +1,4 @@
-"""What every actor tells about once a second: all totals only grow, so that a word may be lost."""
+"""What every actor tells every two seconds: all totals only grow, so that a word may be lost."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ KEPT_EVENTS = 50
 KEPT_REWARDS = 120
 RECENT_CELLS = 5
 """Over so many cells an actor's tokens/s and the shares of its time are told."""
-SILENT_S = 5.0
+SILENT_S = 8.0
 """Who has not told anything for so long is not waited for."""
 
 

@@ -1,7 +1,7 @@
 """What everybody did when, in timeline.jsonl: how each actor spent its time, and what happened.
 
-An actor tells about once a second how long it did what since its last word; the seconds of a cell
-add up to its length, so that sums over any stretch are exact and a long run can be drawn from
+An actor tells every two seconds or so how long it did what since its last word; the seconds of a
+cell add up to its length, so that sums over any stretch are exact and a long run can be drawn from
 sums of cells. Where an actor has no cell, nobody heard of it: it was not there.
 
 Example: engine-0 tells at 100.0 and 101.0. A commit of 60 ms and 0.3 s without a request make
