@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from areal_ray import __version__
 from areal_ray.cli import (
@@ -53,6 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="areal-ray",
         description="Asynchronous reinforcement learning of language models on Ray.",
         epilog="`areal-ray COMMAND --help` tells more, with examples.",
+        formatter_class=partial(argparse.HelpFormatter, max_help_position=30),
     )
     parser.add_argument("--version", action="version", version=f"areal-ray {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
