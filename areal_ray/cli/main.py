@@ -10,7 +10,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 
 from areal_ray import __version__
 from areal_ray.cli import (
@@ -54,10 +53,11 @@ def make_parser() -> argparse.ArgumentParser:
         prog="areal-ray",
         description="Asynchronous reinforcement learning of language models on Ray.",
         epilog="`areal-ray COMMAND --help` tells more, with examples.",
-        formatter_class=partial(argparse.HelpFormatter, max_help_position=30),
+        usage="areal-ray [-h] [--version] COMMAND ...",
     )
     parser.add_argument("--version", action="version", version=f"areal-ray {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    # So wide that every command's name has its summary on the same line.
+    commands = parser.add_subparsers(title="commands", required=True, metavar=f"{'COMMAND':<12}")
     for module in COMMANDS:
         module.add(commands)
     return parser
