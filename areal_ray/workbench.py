@@ -29,6 +29,7 @@ from typing import TypeVar
 
 import msgspec
 
+from areal_ray import logs
 from areal_ray.actors.checkpoint_engine import UpdateReport
 from areal_ray.actors.crew import Crew
 from areal_ray.actors.crew_specs import Task
@@ -38,6 +39,7 @@ from areal_ray.actors.trajectory_queue import QueueStatus
 from areal_ray.actors.watching import MonitorView
 from areal_ray.config import Config
 from areal_ray.errors import DataError, PluginError, TrainingError, described, root_cause
+from areal_ray.observability import loop_health
 from areal_ray.observability.cell import CellView, at_cells
 from areal_ray.observability.history import History, Plot
 from areal_ray.observability.html import bench_html
@@ -132,6 +134,8 @@ class Workbench:
             await before.close()
         view = CellView()
         async with contextlib.AsyncExitStack() as ending:
+            # This loop is the user's, and cells hold it for as long as they like.
+            ending.enter_context(logs.without(loop_health.__name__))
             files = await asyncio.to_thread(run.make_files)
             ending.push_async_callback(asyncio.to_thread, files.close)
             crew, config = await run.begin(files, view, ending, paused=True)

@@ -63,7 +63,7 @@ def bench_html(bench: BenchStatus) -> str:
         ("rollout", _badge("paused", CALM) if rollout.paused else _badge("going on", GOOD)),
         (
             "trainer",
-            f"{bench.steps} steps, version {bench.version}"
+            f"{_count(bench.steps, 'step')}, version {bench.version}"
             + (f": {ahead} ahead of the engines" if ahead else ""),
         ),
         ("queue", f"{queue.waiting_groups} groups wait, {_bytes(queue.held_bytes)}"),
@@ -96,7 +96,7 @@ def answers_html(answers: Answers) -> str:
         )
         for completion, pieces in zip(answers.completions, answers.pieces, strict=True)
     ]
-    said = f"{len(rows)} samples by {answers.engine} in {_duration(answers.seconds)}"
+    said = f"{_count(len(rows), 'sample')} by {answers.engine} in {_duration(answers.seconds)}"
     return _card(
         _prompt(answers.prompt),
         _table(("answer", "tokens", "ended by", "log p"), rows[:MAX_SAMPLES]),
@@ -126,7 +126,7 @@ def group_html(group: TrajectoryGroup) -> str:
         )
         for trajectory, texts in zip(trajectories, pieces, strict=False)
     ]
-    said = f"{len(rewards)} samples, mean reward {np.mean(rewards):.3f}"
+    said = f"{_count(len(rewards), 'sample')}, mean reward {np.mean(rewards):.3f}"
     if (engine := getattr(group, "engine", "")) and (seconds := getattr(group, "seconds", 0.0)):
         said += f", by {engine} in {_duration(seconds)}"
     return _card(
@@ -140,7 +140,7 @@ def group_html(group: TrajectoryGroup) -> str:
 def outcome_html(outcome: Outcome) -> str:
     facts = [
         ("engines", f"{outcome.engines} serve it"),
-        ("staged in", f"{_duration(outcome.staged_s)}, while they went on generating"),
+        ("staged in", _duration(outcome.staged_s)),
         ("stood still for", f"{_duration(outcome.longest_pause_s)}, the slowest of them"),
     ]
     if outcome.attempts > 1:
@@ -238,12 +238,12 @@ def _hue(version: int) -> str:
 
 
 def _legend(said: str, versions: Sequence[int]) -> Markup:
-    parts = [_muted(said)]
+    parts = [_muted(f"{said} ·")]
     likely = "rgba(234,88,12,0)", "rgba(234,88,12,0.6)"
     scale = f"background:linear-gradient(90deg,{','.join(likely)});border:{LINE};border-radius:3px"
     parts.append(_muted("sure"))
     parts.append(f'<span style="display:inline-block;width:4em;height:0.8em;{scale}"></span>')
-    parts.append(_muted("unlikely"))
+    parts.append(_muted("unlikely ·"))
     if len(versions) == 1:
         parts.append(_muted(f"version {versions[0]}"))
     else:
@@ -326,6 +326,10 @@ def _muted(text: str) -> Markup:
 
 def _escaped(value: object) -> str:
     return value if isinstance(value, Markup) else html.escape(str(value))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _duration(seconds: float) -> str:
