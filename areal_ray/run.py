@@ -173,7 +173,8 @@ class Run:
         except BaseException as error:
             view.close()
             await _close_after(files, error)
-            await asyncio.to_thread(leave_report, files.directory)
+            how = "stopped" if isinstance(error, asyncio.CancelledError) else "failed"
+            await asyncio.to_thread(leave_report, files.directory, how, error)
             # Raised as what it is, so that it stands on the last line of the last screen.
             if (cause := root_cause(error)) is error:
                 raise
@@ -181,7 +182,7 @@ class Run:
         view.close()
         stopped = StopRequested() if result.ended == "stopped" else None
         await asyncio.to_thread(files.close, stopped)
-        await asyncio.to_thread(leave_report, files.directory)
+        await asyncio.to_thread(leave_report, files.directory, result.ended)
         return result
 
     async def _train(

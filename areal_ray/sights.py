@@ -15,6 +15,7 @@ from areal_ray.config import Config
 from areal_ray.deadlines import within
 from areal_ray.errors import described
 from areal_ray.observability.chrome_trace import write_trace
+from areal_ray.observability.ending import RunEnd, write_end
 from areal_ray.observability.report import LiveReport, write_report
 from areal_ray.run_address import RunAddress, publish, withdraw
 
@@ -74,9 +75,11 @@ class Sights:
             logs.warning("the trace was not written: {}", described(error))
 
 
-def leave_report(directory: Path) -> None:
-    """The report of a run that is over. Blocks: call it off the event loop."""
+def leave_report(directory: Path, how: str, error: BaseException | None = None) -> None:
+    """How the run ended, and its report. Blocks: call it off the event loop."""
+    cause = "" if error is None else described(error)
     try:
+        write_end(directory, RunEnd(how, time.time(), cause))
         write_report(directory)
     except Exception as error:  # noqa: BLE001 - the run is over: its outcome is what counts
         logs.warning("the report was not written: {}", described(error))

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 from made_run import (
     append,
+    make_run,
     rollouts,
 )
 
+from areal_ray.observability.ending import RunEnd, write_end
 from areal_ray.observability.report.curves import Curve, Lags
+from areal_ray.observability.report.data import RunReader
 from areal_ray.observability.report.lanes import FULL, Timeline, TimelineData
 from areal_ray.observability.report.samples import pick_samples
 from areal_ray.observability.report.tail import Tail
@@ -205,3 +208,13 @@ def test_a_line_longer_than_what_is_read_is_read_nevertheless(tmp_path: Path) ->
     places = pick_samples(path, place_bytes=500)
     assert [place.samples for place in places] == [1, 1]
     assert "6,000 characters left out" in places[0].worst[0].text
+
+
+def test_the_head_tells_how_a_run_ended(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "made", steps=3)
+    reader = RunReader(directory)
+    assert reader.data().summary.ended == ""
+    write_end(directory, RunEnd("goal reached", 1.0))
+    assert reader.data().summary.ended == "goal reached"
+    write_end(directory, RunEnd("failed", 1.0, "EngineError: engine-0 died\n  and more"))
+    assert reader.data().summary.ended == "failed: EngineError: engine-0 died"

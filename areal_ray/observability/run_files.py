@@ -5,8 +5,13 @@ metrics.jsonl   a record for each step and each evaluation
 rollouts.jsonl  every sample that was trained on (the trainer writes it)
 rollout.journal what has become of each group (the controller writes it, and goes on from it)
 checkpoints/    what a run can go on from
+timeline.jsonl  who did what when (the monitor writes it)
+trace.json      the run's end across all actors
 model/          the exported model
+report.html     all of it to look at
 reward.png      the reward curve
+live.json       where the run can be reached, while it goes on
+ended.json      how it ended
 wandb.id, mlflow.id   what the run is called there, if it is tracked there
 """
 
@@ -24,6 +29,7 @@ from areal_ray.config import Config
 from areal_ray.config_file import to_yaml
 from areal_ray.errors import CheckpointError, ConfigError
 from areal_ray.observability.curve import draw_curve, read_metrics
+from areal_ray.observability.ending import forget_end
 from areal_ray.observability.jsonl import JsonlWriter, keep_until
 from areal_ray.observability.records import Record
 from areal_ray.observability.trackers import TrackerThread, tell_all_unwritten
@@ -47,6 +53,7 @@ class RunFiles:
             self.directory = own
             for path in (self.metrics_path, own / "rollouts.jsonl"):
                 keep_until(path, resumed.step)
+            forget_end(own)
         else:
             wanted = config.run_dir.resolve()
             try:

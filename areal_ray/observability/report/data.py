@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from areal_ray.errors import NoRun
+from areal_ray.observability.ending import RunEnd, read_end
 from areal_ray.observability.report.curves import (
     EvaluationLine,
     Evaluations,
@@ -47,6 +48,8 @@ class Summary(msgspec.Struct, frozen=True):
     groups_failed: int
     groups_expired: int
     groups_filtered: int
+    ended: str
+    """How. Empty: it goes on."""
 
 
 class ReportData(msgspec.Struct, frozen=True):
@@ -159,6 +162,7 @@ class RunReader:
             groups_failed=last.groups_failed if last else 0,
             groups_expired=last.groups_expired if last else 0,
             groups_filtered=last.groups_filtered if last else 0,
+            ended=_shown(read_end(self._directory)),
         )
 
     def _config(self) -> str:
@@ -166,3 +170,9 @@ class RunReader:
             return (self._directory / CONFIG).read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
             return ""
+
+
+def _shown(end: RunEnd | None) -> str:
+    if end is None:
+        return ""
+    return f"{end.how}: {end.cause.splitlines()[0]}" if end.cause else end.how

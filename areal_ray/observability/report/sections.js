@@ -29,7 +29,7 @@ class Head {
 
   update(data) {
     const { summary } = data;
-    const share = summary.steps ? Math.min(1, summary.step / summary.steps) : null;
+    const share = summary.steps && !summary.ended ? Math.min(1, summary.step / summary.steps) : null;
     const bar = element("div", { class: "progress" }, element("i"));
     bar.firstChild.style.width = `${100 * (share || 0)}%`;
     this.node.replaceChildren(element("div", { class: "wide" },
@@ -48,8 +48,9 @@ class Head {
   }
 }
 
-function howFar({ step, steps, version }, share) {
+function howFar({ step, steps, version, ended }, share) {
   const parts = [`step ${grouped.format(step)}`];
+  if (ended) parts.unshift(ended);
   if (share !== null) parts[0] += ` of ${grouped.format(steps)}`;
   if (share !== null) parts.push(percent(share));
   if (version !== null) parts.push(`version ${grouped.format(version)}`);
@@ -81,8 +82,8 @@ function heldOut({ first, last }) {
     `step ${first.step} to ${last.step}, ${prompts}`);
 }
 
-function timeLeft({ step, steps, seconds: spent }) {
-  if (!step || !(steps > step)) return "of training";
+function timeLeft({ step, steps, seconds: spent, ended }) {
+  if (!step || !(steps > step) || ended) return "of training";
   return `about ${duration((spent / step) * (steps - step))} to go`;
 }
 
