@@ -211,7 +211,7 @@ class Run:
                 return _stopped(files, stop, steps=0)
             except Exception as error:
                 # At once: what is to be closed may take its time, or hang to its limit.
-                view.phase(f"failed, closing the engines: {described(error)}")
+                view.warn(f"failed, closing the engines: {described(error)}")
                 raise
             view.phase("saving the model")
             await session.finish(ended)
