@@ -37,10 +37,11 @@ class EngineMember:
     workers: int
 
     async def stage(self, encoded_update: bytes) -> None:
-        await self.handle.stage_weights.options(name=f"stage {self.name}").remote(encoded_update)
+        named = self.handle.stage_weights.options(name=f"GenerationActor: stage {self.name}")
+        await named.remote(encoded_update)
 
     async def commit(self, version: WeightVersion) -> float:
-        named = self.handle.commit_weights.options(name=f"commit v{version} {self.name}")
+        named = self.handle.commit_weights.options(name=f"GenerationActor: commit v{version}")
         return (await named.remote(version)).paused_s
 
     async def discard(self) -> str:
@@ -148,7 +149,7 @@ class _Trainer:
         )
 
     async def send(self, member: GroupMember) -> WeightVersion:
-        named = self._handle.send_weights.options(name="send weights")
+        named = self._handle.send_weights.options(name="TrainerActor: send weights")
         return await self._unless_dead(named.remote(member))
 
     async def move_in(self) -> None:

@@ -144,7 +144,8 @@ class Crew:
     ) -> UpdateReport:
         """Carry the trainer's weights to every engine, then let the controller know: also whether
         they are of a trainer that went on from a checkpoint."""
-        named = self.manager.update_weights.options(name=f"weight update v{version}")
+        name = f"CheckpointEngineManager: weight update v{version}"
+        named = self.manager.update_weights.options(name=name)
         with self.telemetry.span("weight update", f"v{version}"):
             report = await within(
                 update_timeout_s(self._config),
@@ -225,7 +226,7 @@ class Crew:
 
     async def evaluate(self, prompts: Sequence[Prompt]) -> Evaluation:
         """Greedy answers to `prompts`; begun anew if the controller is restarted meanwhile."""
-        named = self.controller.evaluate.options(name="evaluation")
+        named = self.controller.evaluate.options(name="RolloutController: evaluation")
         with self.telemetry.span("evaluation"):
             return await until_back(
                 self._config.evaluation.timeout_s,

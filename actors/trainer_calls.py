@@ -100,11 +100,11 @@ class TrainerCalls:
         """Wait for a batch that is fresh enough at this version, and learn from it."""
         await self._take_batch(step, version)
         async with self.turn():
-            named = self._trainer.train_step.options(name=f"train step {step}")
+            named = self._trainer.train_step.options(name=f"TrainerActor: train step {step}")
             return await self._ask(named.remote(step), f"step {step}")
 
     async def _take_batch(self, step: int, version: WeightVersion) -> None:
-        named = self._trainer.take_batch.options(name=f"wait for batch {step}")
+        named = self._trainer.take_batch.options(name=f"TrainerActor: wait for batch {step}")
         while True:
             pauses = self._pauses
             try:
@@ -116,7 +116,7 @@ class TrainerCalls:
                 return
 
     async def take_snapshot(self) -> None:
-        named = self._trainer.take_snapshot.options(name="snapshot")
+        named = self._trainer.take_snapshot.options(name="TrainerActor: snapshot")
         await self._ask(named.remote(), "a snapshot")
 
     async def until_there(self) -> None:

@@ -214,7 +214,13 @@ def _own_sample(line: str) -> tuple[str, float]:
 def test_ray_s_timeline_names_the_phases(cluster: JobCluster, running: tuple[str, Path]) -> None:
     asked = cluster.run("python", "-c", TASK_NAMES)
     names = asked.stdout.partition("NAMES")[2].split("\n")
-    for phase in ("train step ", "wait for batch ", "weight update v", "commit v", "stage "):
+    for phase in (
+        "TrainerActor: train step ",
+        "TrainerActor: wait for batch ",
+        "CheckpointEngineManager: weight update v",
+        "GenerationActor: stage ",
+        "GenerationActor: commit v",
+    ):
         assert any(name.startswith(phase) for name in names), (phase, asked.stderr)
 
 
