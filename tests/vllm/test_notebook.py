@@ -64,8 +64,9 @@ class Executed:
 
 
 def actors(marked: MarkedProcesses) -> dict[int, str]:
+    """By process: the class of each, whatever it does at the moment."""
     return {
-        pid: command.removeprefix(ACTORS).partition("[")[0]
+        pid: re.match(r"\w+", command.removeprefix(ACTORS))[0]
         for pid, command in marked.alive().items()
         if command.startswith(ACTORS) and not command.startswith(f"{ACTORS}IDLE")
     }
@@ -127,9 +128,8 @@ def test_cells_show_nothing_but_what_they_are_for(executed: Executed) -> None:
 def test_opening_again_replaces_every_actor_and_the_kernel_s_end_leaves_none(
     executed: Executed,
 ) -> None:
-    assert (
-        len(executed.actors_once) >= 7
-    )  # two engines, trainer, worker, queue, controller, manager
+    # Two engines, trainer, worker, queue, controller, manager, monitor.
+    assert len(executed.actors_once) >= 8
     assert sorted(executed.actors_again.values()) == sorted(executed.actors_once.values())
     assert executed.actors_once.keys().isdisjoint(executed.actors_again)
     assert executed.left == {}
