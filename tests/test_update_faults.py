@@ -151,4 +151,7 @@ async def test_a_failure_at_any_step_leaves_a_fleet_that_is_whole(
     if failures:
         raise BaseExceptionGroup(f"{len(failures)} of {len(outcomes)} cases", failures)
     assert set(POINTS) - struck == (IN_PLACE_ONLY if staging == "device" else set())
-    assert await resources_settled(before["file descriptors"]) == before
+    left = await resources_settled(before["file descriptors"])
+    # Fewer are none of ours: somebody else in this process, a browser's driver say, has let go.
+    assert left.pop("file descriptors") <= before.pop("file descriptors")
+    assert left == before
