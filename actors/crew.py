@@ -279,6 +279,7 @@ class Crew:
         await self._members.close()
 
     def kill(self) -> None:
+        self.telemetry.stop()
         self._members.kill()
 
     async def _dismiss(self, name: str) -> None:

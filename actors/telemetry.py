@@ -105,12 +105,17 @@ class Telemetry:
         else:
             self._given_up += 1
 
-    async def close(self) -> None:
-        """With a last word, if somebody hears it."""
+    def stop(self) -> asyncio.Task[None] | None:
+        """At once, without a word: a call after Ray is shut down would start another cluster."""
         self._health.close()
         telling, self._telling = self._telling, None
         if telling is not None:
             telling.cancel()
+        return telling
+
+    async def close(self) -> None:
+        """With a last word, if somebody hears it."""
+        if (telling := self.stop()) is not None:
             await asyncio.gather(telling, return_exceptions=True)
             try:
                 await self._tell(LAST_WORD_TIMEOUT_S, is_last=True)
