@@ -17,6 +17,7 @@ from tests.vllm.training import wait_until_empty
 
 NOTEBOOK = EXAMPLES / "compose_actors.ipynb"
 TITLE = "ray::"
+"""How the name of an actor's process begins."""
 ACTORS = (
     "CheckpointEngineManager",
     "GenerationActor",
@@ -26,7 +27,7 @@ ACTORS = (
     "TrainerActor",
     "TrajectoryQueue",
 )
-"""How the process of an actor is called; an idle worker of Ray's is `ray::IDLE`."""
+"""What a bench is made of; of engines there are two."""
 
 
 class Executed:
