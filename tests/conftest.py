@@ -72,9 +72,10 @@ BROWSER_FLAGS = (
 )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
-    """A real one, without a screen."""
+    """A real one, without a screen. No longer than it is needed: its connections come and go, and
+    other tests count what this process has open."""
     from selenium import webdriver
 
     paths = {name: shutil.which(name) for name in ("chromium", "chromedriver")}

@@ -54,6 +54,8 @@ async def test_thousands_of_updates_leave_nothing_behind() -> None:
     mib_before = resident_mib()
     await update(UPDATES - BLINK)
     after, objects_after = held()
+    # Fewer are none of ours: somebody else in this process has let go.
+    assert after.pop("file descriptors") <= before.pop("file descriptors")
     assert after == before
     assert objects_after - objects_before < UPDATES / 4, "an object is left for every few updates"
     assert resident_mib() - mib_before < MAX_GROWTH_MIB
