@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.exceptions import ActorUnavailableError
 
 from areal_ray import logs
 from areal_ray.actors.calls import ASK_TIMEOUT_S, RETRY_EVERY_S, until_back
@@ -35,16 +35,16 @@ async def obey(crew: Crew, say: Callable[[str], None]) -> None:
                 who="the monitor",
                 doing="taking an answer",
             )
-    except ActorDiedError as error:
+    except Exception as error:  # noqa: BLE001 - a run that nobody can tell anything goes on
         logs.warning("the run can't be told anything from outside any more: {}", described(error))
 
 
 async def _next_order(crew: Crew, last: int) -> Order:
+    """Waits for as long as nobody asks for anything: that has no time limit."""
     while True:
         try:
             return await crew.monitor.next_order.remote(last)
         except ActorUnavailableError:
-            last = -1  # the next one counts from the beginning
             await asyncio.sleep(RETRY_EVERY_S)
 
 

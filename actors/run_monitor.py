@@ -8,6 +8,7 @@ it dies, Ray brings it back, actors find it by its name, and what they have to t
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import msgspec
@@ -50,7 +51,8 @@ class RunMonitor:
         self._spans: SpanCollection | None = None
         self._orders: dict[int, Order] = {}
         """Those that are not answered yet."""
-        self._orders_made = 0
+        # Later than any of a monitor before this one: the run asks for what came after its last.
+        self._orders_made = time.time_ns()
         self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._changed = Changes()
 
