@@ -47,6 +47,7 @@ class LiveCrew:
 
     def __init__(self, tiny_model: Path, run_dir: Path, task) -> None:
         from areal_ray.actors.crew import Crew
+        from areal_ray.actors.crew_specs import tokenizer_of
         from areal_ray.config import resolve
         from areal_ray.config_file import from_mapping
         from areal_ray.placement import plan, reserve
@@ -68,7 +69,12 @@ class LiveCrew:
         self._runner = asyncio.Runner()
         self._seats = self.run(reserve(plan(self.config, device="cpu")))
         self.crew = Crew(
-            self.config, task, model_path=str(tiny_model), run_dir=run_dir, seats=self._seats
+            self.config,
+            task,
+            model_path=str(tiny_model),
+            tokenizer=tokenizer_of(self.config, str(tiny_model)),
+            run_dir=run_dir,
+            seats=self._seats,
         )
         self.run(self.crew.start())
         self.version = 0

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from areal_ray.checkpoints import CheckpointStore
 from tests.conftest import MarkedProcesses
 from tests.vllm.training import Training, step_records, wait_until_empty
 
@@ -39,8 +40,15 @@ class StruckRun:
 
     @property
     def recoveries(self) -> int:
-        """Of the trainer: each takes a version of its own."""
+        """Of the trainer."""
         return self.output.count("the trainer goes on from step")
+
+    @property
+    def versions_ahead(self) -> int:
+        """How many versions more than steps there were in the end: each recovery takes one, and so
+        does a step that died with the trainer before its weights were sent, and is taken again."""
+        last = CheckpointStore(self.directory / "checkpoints", keep=1).latest().manifest
+        return last.version - last.step
 
     def steps(self) -> list[dict]:
         return step_records(self.directory)

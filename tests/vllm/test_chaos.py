@@ -44,8 +44,10 @@ def test_a_trainer_of_whom_a_rank_is_killed_goes_on_from_its_checkpoint_at_the_c
     assert [step["step"] for step in steps] == list(range(1, len(steps) + 1))
     versions = [step["version"] for step in steps]
     assert versions == sorted(versions)
+    # A second one if it died between learning from a batch and sending its weights.
+    assert struck.recoveries <= struck.versions_ahead <= 2 * struck.recoveries
     # While there is an evaluation, the engines are behind by as much as staleness allows.
-    assert all(-2 <= step["version"] - step["step"] <= 2 for step in steps)
+    assert all(-2 <= step["version"] - step["step"] <= struck.versions_ahead for step in steps)
 
 
 def test_a_local_cluster_and_all_that_runs_in_it_listen_on_loopback_only(

@@ -68,9 +68,9 @@ def test_it_learned_from_stale_data_within_the_bound(learned: Path, struck: Stru
     assert [record.step for record in steps] == list(range(1, len(steps) + 1))
     resumed = steps[len(struck.steps()) :]
     assert resumed
-    # As many versions more than steps as recoveries of the trainer before; and the engines keep up
-    # with the trainer, but for the time of an evaluation.
-    ahead = [record.version - record.step - struck.recoveries for record in resumed]
+    # As many versions more than steps as before; and the engines keep up with the trainer, but for
+    # the time of an evaluation.
+    ahead = [record.version - record.step - struck.versions_ahead for record in resumed]
     assert all(-2 <= one <= 0 for one in ahead)
     assert ahead[-1] == 0
     assert all(record.tokens_per_s >= 0 for record in resumed)
@@ -88,7 +88,7 @@ def test_every_sample_that_was_trained_on_is_written_down(learned: Path, struck:
         assert sample["reward"] == float(
             sample["text"] == sample["answer"] and sample["finish_reason"] == "stop"
         )
-        made = sample["step"] + struck.recoveries
+        made = sample["step"] + struck.versions_ahead
         assert all(made - 3 <= version < made for version in sample["versions"])
 
 
