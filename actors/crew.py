@@ -8,6 +8,7 @@ the queue is reopened by it, and the controller itself is attached again from he
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -36,6 +37,7 @@ from areal_ray.actors.trajectory_queue import QueueStatus
 from areal_ray.actors.try_outs import TryOuts
 from areal_ray.checkpoints import Checkpoint
 from areal_ray.config import Config
+from areal_ray.data.tokenizer import PromptTokenizer
 from areal_ray.deadlines import within
 from areal_ray.errors import PlacementError
 from areal_ray.observability.actor_report import RunFacts
@@ -51,6 +53,7 @@ class Crew:
         task: Task,
         *,
         model_path: str,
+        tokenizer: PromptTokenizer,
         run_dir: Path,
         seats: Reservation,
         rehearsal: Rehearsal | None = None,
@@ -60,7 +63,7 @@ class Crew:
         self._config = config
         self._resumed = resumed
         self._task = task
-        self._model_path = model_path
+        self._packed_tokenizer = pickle.dumps(tokenizer)
         self._prompts: ray.ObjectRef | None = None
         self._has_started = False
         self._resizing = asyncio.Lock()
@@ -200,7 +203,7 @@ class Crew:
 
     async def equip(self, task: Task) -> None:
         """Go by this workflow, reward and filter from now on; rollout is paused meanwhile."""
-        await self.try_outs.equip(worker_spec(self._config, task, self._model_path))
+        await self.try_outs.equip(worker_spec(self._config, task, self._packed_tokenizer))
         self._task = task
 
     async def restart_rollout(self) -> None:
@@ -298,7 +301,7 @@ class Crew:
             await self.controller.keep.remote(
                 list(self.engines.items()),
                 list(self.workers.items()),
-                worker_spec(self._config, self._task, self._model_path),
+                worker_spec(self._config, self._task, self._packed_tokenizer),
                 self.manager,
             )
             if self._has_started:

@@ -13,6 +13,7 @@ from areal_ray.actors.rollout_worker import WorkerSpec
 from areal_ray.actors.run_monitor import MonitorSpec
 from areal_ray.algorithms import Algorithm
 from areal_ray.config import Config, RolloutConfig
+from areal_ray.data.tokenizer import PromptTokenizer
 from areal_ray.generation.engine import EngineSpec
 from areal_ray.generation.sizing import samples_at_once
 from areal_ray.observability.timeline import TIMELINE
@@ -149,11 +150,18 @@ def update_timeout_s(config: Config) -> float:
     return attempts * (attempt_s + weights.timeout_s)
 
 
-def worker_spec(config: Config, task: Task, model_path: str) -> WorkerSpec:
-    return WorkerSpec(
-        model_path=model_path,
+def tokenizer_of(config: Config, model_path: str) -> PromptTokenizer:
+    """Blocks, for seconds at first."""
+    return PromptTokenizer(
+        model_path,
         trust_remote_code=config.model.trust_remote_code,
-        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_tokens=config.data.max_prompt_tokens,
+    )
+
+
+def worker_spec(config: Config, task: Task, packed_tokenizer: bytes) -> WorkerSpec:
+    return WorkerSpec(
+        packed_tokenizer=packed_tokenizer,
         packed_workflow=task.packed_workflow,
         packed_reward=task.packed_reward,
         packed_filter=task.packed_filter,

@@ -9,6 +9,7 @@ kept until the queue has it, over a restart of the queue if need be.
 from __future__ import annotations
 
 import asyncio
+import pickle
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -49,9 +50,7 @@ T = TypeVar("T")
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
-    model_path: str
-    trust_remote_code: bool
-    max_prompt_tokens: int
+    packed_tokenizer: bytes
     packed_workflow: bytes
     packed_reward: bytes
     packed_filter: bytes
@@ -90,11 +89,7 @@ class _Equipment:
         self.rewards = RewardPool(
             spec.packed_reward, processes=spec.reward_processes, timeout_s=spec.reward_timeout_s
         )
-        self.tokenizer = PromptTokenizer(
-            spec.model_path,
-            trust_remote_code=spec.trust_remote_code,
-            max_tokens=spec.max_prompt_tokens,
-        )
+        self.tokenizer: PromptTokenizer = pickle.loads(spec.packed_tokenizer)
 
     async def _engine(self, name: str) -> ActorHandle:
         return await until_back(

@@ -30,7 +30,7 @@ from ray.actor import ActorHandle
 
 from areal_ray import Completion, Prompt
 from areal_ray.actors.crew import Crew
-from areal_ray.actors.crew_specs import Task
+from areal_ray.actors.crew_specs import Task, tokenizer_of
 from areal_ray.actors.rehearsal import Rehearsal
 from areal_ray.actors.telemetry import Telemetry
 from areal_ray.config import Config, resolve
@@ -143,6 +143,7 @@ async def started_crew(
                 config,
                 task,
                 model_path=str(model),
+                tokenizer=tokenizer_of(config, str(model)),
                 run_dir=Path(run_dir),
                 seats=seats,
                 rehearsal=rehearsal,

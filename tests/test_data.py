@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import json
+import pickle
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -227,6 +232,52 @@ def test_a_prompt_goes_to_ids_and_an_answer_comes_back_as_text(tiny_model: Path)
     assert tokenizer.decode([answer, question]) == ["24", "17+25="]
     with pytest.raises(DataError, match=r"a prompt of 9 tokens; expected 1 to 8"):
         tokenizer.encode(Prompt(text="123456789"))
+
+
+WHERE_IT_ARRIVES = """
+import pickle, sys
+from areal_ray import Prompt
+
+tokenizer = pickle.load(sys.stdin.buffer)
+ids = tokenizer.encode(Prompt(text="17+25="))
+print(type(tokenizer._tokenizer).__name__, ids.tolist(), tokenizer.decode([ids]))
+print("torch is here" if "torch" in sys.modules else "no torch")
+"""
+
+
+def sent_elsewhere(tokenizer: PromptTokenizer) -> list[str]:
+    """What another process says that was given it."""
+    asked = [sys.executable, "-c", WHERE_IT_ARRIVES]
+    done = subprocess.run(asked, input=pickle.dumps(tokenizer), capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode().splitlines()
+
+
+def test_a_tokenizer_that_was_sent_needs_no_torch(tiny_model: Path) -> None:
+    tokenizer = PromptTokenizer(str(tiny_model), trust_remote_code=False, max_tokens=8)
+    assert sent_elsewhere(tokenizer) == [
+        "Qwen2Tokenizer [3, 9, 12, 4, 7, 13] ['17+25=']",
+        "no torch",
+    ]
+
+
+def test_a_tokenizer_whose_code_came_with_the_model_arrives_too(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    (model / "tokenization_own.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\n"
+        "class OwnTokenizer(PreTrainedTokenizerFast):\n"
+        "    pass\n"
+    )
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config["tokenizer_class"] = "OwnTokenizer"
+    config["auto_map"] = {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = PromptTokenizer(str(model), trust_remote_code=True, max_tokens=8)
+    assert sent_elsewhere(tokenizer)[0] == "OwnTokenizer [3, 9, 12, 4, 7, 13] ['17+25=']"
 
 
 def test_the_held_out_problems_and_their_mirror_images_are_not_trained_on(arithmetic) -> None:

@@ -1,4 +1,8 @@
-"""From a prompt to token ids, and from generated ids to text. One way each."""
+"""From a prompt to token ids, and from generated ids to text. One way each.
+
+The driver loads the tokenizer and sends it to the workers: to look up what class it is of imports
+torch, which takes seconds and hundreds of megabytes, and to use it does not.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +22,32 @@ if TYPE_CHECKING:
 
 class PromptTokenizer:
     def __init__(self, model_path: str, *, trust_remote_code: bool, max_tokens: int) -> None:
+        self._model_path = model_path
+        self._trust_remote_code = trust_remote_code
+        self._max_tokens = max_tokens
+        self._tokenizer = self._load()
+
+    def _load(self) -> PreTrainedTokenizerBase:
         from transformers import AutoTokenizer
 
         try:
-            self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                model_path, trust_remote_code=trust_remote_code
+            return AutoTokenizer.from_pretrained(
+                self._model_path, trust_remote_code=self._trust_remote_code
             )
         except (OSError, ValueError) as error:
-            raise ModelError(f"model.path: no tokenizer in {model_path}: {error}") from error
-        self._max_tokens = max_tokens
+            raise ModelError(f"model.path: no tokenizer in {self._model_path}: {error}") from error
+
+    def __getstate__(self) -> dict[str, object]:
+        """One whose code came with the model, or that is written in Python, is loaded again where
+        it is sent to."""
+        kind = type(self._tokenizer)
+        can_be_sent = self._tokenizer.is_fast and kind.__module__.startswith("transformers.")
+        return self.__dict__ | ({} if can_be_sent else {"_tokenizer": None})
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        if self._tokenizer is None:
+            self._tokenizer = self._load()
 
     def encode(self, prompt: Prompt) -> TokenIds:
         if prompt.messages is not None:
