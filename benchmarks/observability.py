@@ -2,8 +2,8 @@
 
 One crew with a real vLLM engine takes turns, each of which finishes the same number of groups:
 - without: no actor times its spans or its event loop, and none tells anything;
-- without again: the same, so that one sees how much two equal turns differ;
 - with: as runs are by default. Every actor tells every two seconds, the live report is served;
+- ten times: every actor tells ten times as often;
 - looked at: with `areal-ray status` once a second and the report open in a browser. Who looks is
   simulated in this process, and counted.
 
@@ -12,10 +12,13 @@ round. The same processes take all turns: between two engines that were started 
 than is to be measured here. Hence two things stay in the turns without: the monitor, which is then
 idle, and whose CPU seconds are not counted; and the activity meters, a microsecond or two a group.
 
-Tokens/s are what counts, but where others use the cores too they vary by more than the cost, and
-so do CPU seconds for each 1,000 tokens. vLLM's own process measures nothing for us, does the same
-work for each token in all turns, and is slowed down by others as all processes are: "added CPU" is
-what the processes around it took more for each of its CPU seconds, as a share of all without.
+Tokens/s are what counts, but two equal turns differ by more than the cost, and so do their CPU
+seconds for each 1,000 tokens. Hence the turns in which all is told ten times as often: what they
+lose against the turns with it is nine times what telling costs, and stands out. What is left, the
+timers of the loops and the spans, is too small for that, and measured by its parts. And vLLM's own
+process measures nothing for us, does the same work for each token in all turns, and is slowed down
+as all processes are: "added CPU" is what the processes around it took more for each of its CPU
+seconds, as a share of all without.
 
 Before that, what each part costs (`observability_parts.py`): a span, a switch of a meter, a report
 for who tells and for who hears it, an actor that only tells, and a monitor with 64 that do.
@@ -26,7 +29,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import ClassVar
@@ -49,6 +52,7 @@ from observability_parts import LOOP_TICKS_KEPT, measure_parts, report_parts
 from rollout_throughput import PROMPT, RolloutPath, Window, print_cpu, settings
 
 from areal_ray import Completion, Prompt
+from areal_ray.actors import telemetry as telling
 from areal_ray.actors.crew import Crew
 from areal_ray.actors.telemetry import TELL_EVERY_S, Telemetry
 from areal_ray.cli.status import EVERY_S as STATUS_EVERY_S
@@ -61,6 +65,8 @@ from areal_ray.tasks import guarded
 
 VLLMS_OWN = "EngineCore"
 MONITOR = "RunMonitor"
+OFTEN = 10
+TEN_TIMES = "ten times"
 
 
 def no_reward(prompt: Prompt, completion: Completion) -> float:
@@ -90,7 +96,13 @@ async def tell(telemetry: Telemetry) -> None:
     telemetry._health = LoopHealth(who=telemetry._who)
     for _ in range(LOOP_TICKS_KEPT):
         telemetry._health._window.add(0.001)
+    telling.TELL_EVERY_S = TELL_EVERY_S
     telemetry.start()
+
+
+async def tell_often(telemetry: Telemetry) -> None:
+    await tell(telemetry)
+    telling.TELL_EVERY_S = TELL_EVERY_S / OFTEN
 
 
 class Observed:
@@ -110,9 +122,11 @@ class Observed:
         yield
 
     @asynccontextmanager
-    async def with_it(self) -> AsyncIterator[str]:
+    async def with_it(
+        self, begin: Callable[[Telemetry], Awaitable[None]] = tell
+    ) -> AsyncIterator[str]:
         """Yields where the live report is."""
-        await self._everywhere(tell)
+        await self._everywhere(begin)
         async with Sights(self._config, self._directory) as sights:
             await sights.show(self._crew, ray.get_runtime_context().gcs_address)
             await asyncio.sleep(2 * TELL_EVERY_S)
@@ -144,7 +158,7 @@ class Observed:
             await asyncio.sleep(REFRESH_S)
             await asyncio.to_thread(fetch, "data.json")
 
-    async def _everywhere(self, change: Callable[[Telemetry], object]) -> None:
+    async def _everywhere(self, change: Callable[[Telemetry], Awaitable[None]]) -> None:
         crew = self._crew
         actors = [crew.controller, crew.queue, crew.manager, crew.trainer]
         actors += [*crew.workers.values(), *crew.engines.values()]
@@ -162,8 +176,8 @@ async def measure(config: Config, model: Path, groups: int, rounds: int) -> list
         observed = Observed(crew, config, directory)
         sides: dict[str, Side] = {
             "without": observed.without,
-            "without again": observed.without,
             "with": observed.with_it,
+            TEN_TIMES: lambda: observed.with_it(tell_often),
             "looked at": observed.looked_at,
         }
 
@@ -196,7 +210,7 @@ async def a_round(
 def counted_s(window: Window, side: str) -> float:
     """CPU seconds. Without observability there would be no monitor."""
     seconds = window.cpu.seconds
-    return seconds.total() - (seconds[MONITOR] if side.startswith("without") else 0.0)
+    return seconds.total() - (seconds[MONITOR] if side == "without" else 0.0)
 
 
 def cpu_ms(window: Window, side: str) -> float:
@@ -239,10 +253,22 @@ def report(rounds: Sequence[dict[str, Window]]) -> None:
             f"{key}_added_cpu_percent": median(added),
             f"{key}_added_cpu_percent_rounds": [round(percent, 2) for percent in added],
         }
+    lost = [1.0 - turns[TEN_TIMES].tokens_per_s / turns["with"].tokens_per_s for turns in rounds]
+    added = [added_share(turns, TEN_TIMES) - added_share(turns, "with") for turns in rounds]
+    told = {"tokens_per_s": lost, "cpu": added}
+    figures |= {
+        f"telling_percent_of_{what}": 100.0 * median(shares) / (OFTEN - 1)
+        for what, shares in told.items()
+    }
     show(
         ["turn", "tokens/s", "of without", "CPU ms/1k tokens", "of without", "added CPU"],
         rows,
         figures,
+    )
+    print(
+        f"telling every {TELL_EVERY_S:g} s costs a {OFTEN - 1}th of what {OFTEN} times as much "
+        f"loses against it: {figures['telling_percent_of_tokens_per_s']:.2f} % of the tokens/s, "
+        f"{figures['telling_percent_of_cpu']:.2f} % of the CPU"
     )
 
 

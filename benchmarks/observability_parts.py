@@ -21,7 +21,7 @@ from common import CpuMeter, CpuUse, median, on_their_loops, say, show
 from ray.actor import ActorHandle
 
 from areal_ray.actors.run_monitor import MonitorSpec, RunMonitor
-from areal_ray.actors.telemetry import MonitorAddress, Telemetry
+from areal_ray.actors.telemetry import TELL_EVERY_S, MonitorAddress, Telemetry
 from areal_ray.actors.trajectory_queue import TrajectoryQueue
 from areal_ray.fleet import MemberStatus
 from areal_ray.observability.activity import ActivityMeter
@@ -227,13 +227,13 @@ async def cpu_use(work: Callable[[], object]) -> CpuUse:
 
 
 async def tell_for(heard: ActorHandle, actors: int, seconds: float) -> None:
-    """Each once a second, one after the other within it."""
+    """Each as often as actors do, one after the other."""
     loop = asyncio.get_running_loop()
-    began, told = loop.time(), 0
+    began, told, per_s = loop.time(), 0, actors / TELL_EVERY_S
     names = [*CONTROL_PLANE, *(f"engine-{n}" for n in range(actors - len(CONTROL_PLANE)))]
-    while told < actors * seconds:
-        await asyncio.sleep(began + told / actors - loop.time())
-        await heard.hear.remote(a_report(names, names[told % actors], after_s=told / actors))
+    while told < per_s * seconds:
+        await asyncio.sleep(began + told / per_s - loop.time())
+        await heard.hear.remote(a_report(names, names[told % actors], after_s=told / per_s))
         told += 1
 
 
