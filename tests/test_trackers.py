@@ -7,6 +7,7 @@ import json
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -202,11 +203,26 @@ def wandb_records(path: Path) -> Iterator[object]:
             at += left
             continue
         _, length, kind = struct.unpack_from("<IHB", data, at)
+        if at + 7 + length > len(data):
+            return  # it is being written
         message += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):
             yield WandbRecord.FromString(message)
             message = b""
+
+
+def wandb_sessions(directory: Path) -> list[list[object]]:
+    """The records of each, once they are all there: W&B's own process writes them, and may be some
+    milliseconds behind the end of a run."""
+    deadline = time.monotonic() + 20
+    while True:
+        paths = sorted(directory.glob("wandb/offline-*/*.wandb"))
+        sessions = [list(wandb_records(path)) for path in paths]
+        if all(session and session[-1].HasField("exit") for session in sessions):
+            return sessions
+        assert time.monotonic() < deadline, sessions
+        time.sleep(0.02)
 
 
 def wandb_rows(records: list[object]) -> list[dict[str, object]]:
@@ -223,10 +239,7 @@ def test_wandb_gets_every_record_and_a_resumed_run_is_the_same_run(
     monkeypatch.setenv("WANDB_MODE", "offline")
     config = config_of(tmp_path, "wandb")
     files = failed_then_finished(config, config)
-    sessions = [
-        list(wandb_records(path))
-        for path in sorted(files.directory.glob("wandb/offline-*/*.wandb"))
-    ]
+    sessions = wandb_sessions(files.directory)
     runs = [next(one.run for one in session if one.HasField("run")) for session in sessions]
     assert [(run.project, run.display_name) for run in runs] == [("sums", "demo")] * 2
     assert runs[0].run_id == runs[1].run_id == (files.directory / "wandb.id").read_text().strip()
