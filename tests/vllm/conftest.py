@@ -97,7 +97,7 @@ class LiveCrew:
         self._runner.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def live(
     ray_cluster: None,
     arithmetic: ModuleType,

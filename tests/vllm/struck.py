@@ -70,10 +70,10 @@ class Watched:
             assert time.monotonic() < deadline, said
             time.sleep(0.05)
 
-    def strike(self, how: signal.Signals, *victims: int) -> None:
+    def strike(self, victims: dict[int, signal.Signals]) -> None:
         """Returns once the victims are gone, all engines serve, and steps are taken."""
         before = len(step_records(self._run_dir))
-        for victim in victims:
+        for victim, how in victims.items():
             os.kill(victim, how)
         self.until(
             lambda steps: len(steps) >= before + 3 and steps[-1]["engines"] == 2, "both engines"
@@ -108,10 +108,12 @@ def strike_a_run(directory: Path, marked: MarkedProcesses) -> StruckRun:
     )
     if actor == parent_of(core):
         actor = marked.named("ray::GenerationActor")[1]
-    run.strike(signal.SIGKILL, core, worker, actor)
-    run.strike(signal.SIGSTOP, marked.named("VLLM::EngineCore")[0])
-    run.strike(signal.SIGKILL, *marked.named("ray::TrainerActor"))
-    run.strike(signal.SIGKILL, *marked.named("ray::TrainerRank"))
+    run.strike(dict.fromkeys((core, worker, actor), signal.SIGKILL))
+    # One engine is wedged, and comes back while the trainer does.
+    (first_rank,) = marked.named("ray::TrainerActor")
+    run.strike({marked.named("VLLM::EngineCore")[0]: signal.SIGSTOP, first_rank: signal.SIGKILL})
+    (other_rank,) = marked.named("ray::TrainerRank")
+    run.strike({other_rank: signal.SIGKILL})
     listened_on = marked.listening()
     # As a terminal does: to the whole foreground group.
     os.killpg(training.pid, signal.SIGINT)

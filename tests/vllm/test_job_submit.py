@@ -11,17 +11,19 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from areal_ray.observability.curve import read_metrics
-from areal_ray.observability.records import StepRecord
+from areal_ray.observability.records import RolloutRecord, StepRecord
 from areal_ray.observability.run_status import RunStatus
+from areal_ray.types import NOT_GENERATED
 from tests.conftest import MarkedProcesses
 from tests.vllm.jobs import JobCluster, job_cluster
-from tests.vllm.training import EXAMPLES, wait_until_empty
+from tests.vllm.training import EXAMPLES, step_records, wait_until_empty
 
 QUICK = (
     "warmup.steps=0 goal=null evaluation.every=0 evaluation.prompts=8 generation.engines=1 "
@@ -57,34 +59,59 @@ def of_a_run(marked: MarkedProcesses) -> dict[int, str]:
     return {pid: name for pid, name in marked.alive().items() if name.startswith(kinds)}
 
 
-def test_the_example_runs_as_a_submitted_job_synchronously_colocated_and_with_adapters(
-    cluster: JobCluster, tmp_path: Path
-) -> None:
-    submitted = cluster.run(
-        *("ray", "job", "submit", "--working-dir", EXAMPLES, "--"),
-        *("python", "arithmetic.py", f"runs_dir={tmp_path / 'runs'}", "steps=3"),
-        *("warmup.steps=20", "goal=null", "evaluation.every=0", "evaluation.prompts=8"),
+@pytest.fixture(scope="module")
+def submitted(cluster: JobCluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run that was a job as the guide tells it: synchronous, on the engine's own
+    devices, and with adapters."""
+    runs = tmp_path_factory.mktemp("submitted")
+    job = cluster.run(
+        *("ray", "job", "submit", "--runtime-env", EXAMPLES / "job.yaml"),
+        *("--working-dir", EXAMPLES, "--", "python", "two_tries.py", f"runs_dir={runs}"),
+        *("steps=3", "warmup.steps=20", "goal=null", "evaluation.every=0", "evaluation.prompts=8"),
         *("generation.engines=1", "trainer.groups_per_step=8", "rollout.max_staleness=0"),
         *("generation.colocated=true", "weights.staging=host", "trainer.lora.rank=4"),
         timeout_s=300,
     )
-    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
-    assert "areal-ray: all steps done after 3 steps" in submitted.stdout
-    assert "succeeded" in submitted.stdout
-    run = tmp_path / "runs" / "arithmetic"
-    assert (run / "model" / "model.safetensors").is_file()
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert "areal-ray: all steps done after 3 steps" in job.stdout
+    assert "succeeded" in job.stdout
+    return runs / "two-tries"
+
+
+def test_an_example_runs_as_a_submitted_job_synchronously_colocated_and_with_adapters(
+    submitted: Path,
+) -> None:
+    assert (submitted / "model" / "model.safetensors").is_file()
     # Without staleness training is synchronous.
-    records = read_metrics(run / "metrics.jsonl")
+    records = read_metrics(submitted / "metrics.jsonl")
     steps = [record for record in records if isinstance(record, StepRecord)]
     assert [record.staleness_max for record in steps] == [0, 0, 0]
     assert [record.queue_groups for record in steps] == [0, 0, 0]
-    # What the engine samples from is what the trainer computes: merged, with what adapters learnt.
+    # What the engine samples from is what the trainer computes: merged, with what adapters learnt,
+    # and in both turns with all that the engine had read.
     assert all(record.kl_to_behaviour < 1e-3 for record in steps)
     # What one sees of it afterwards.
-    assert "resting" in (run / "timeline.jsonl").read_text()
-    assert b"GenerationActor" in (run / "trace.json").read_bytes()
-    assert "<!doctype html>" in (run / "report.html").read_text()[:200].lower()
-    assert not (run / "live.json").exists()
+    assert "resting" in (submitted / "timeline.jsonl").read_text()
+    assert b"GenerationActor" in (submitted / "trace.json").read_bytes()
+    assert "<!doctype html>" in (submitted / "report.html").read_text()[:200].lower()
+    assert not (submitted / "live.json").exists()
+
+
+def test_its_episodes_had_two_turns(submitted: Path) -> None:
+    samples = msgspec.json.Decoder(RolloutRecord).decode_lines(
+        (submitted / "rollouts.jsonl").read_bytes()
+    )
+    assert len(samples) == 3 * 8 * 8
+    twice = [sample for sample in samples if NOT_GENERATED in sample.versions]
+    assert twice, "a model that has hardly learnt is wrong at first"
+    for sample in twice:
+        read = [
+            token
+            for token, version in zip(sample.tokens, sample.versions, strict=True)
+            if version == NOT_GENERATED
+        ]
+        assert read == sample.prompt_tokens
+        assert sample.reward in (0.0, 0.5)
 
 
 def test_a_job_that_fails_is_failed_and_tells_the_cause(
@@ -92,8 +119,7 @@ def test_a_job_that_fails_is_failed_and_tells_the_cause(
 ) -> None:
     # More than the model can hold, which only its engine knows.
     job = cluster.submit(
-        f"areal-ray train arithmetic.yaml runs_dir={tmp_path / 'runs'} {QUICK} "
-        "generation.max_new_tokens=64",
+        f"python arithmetic.py runs_dir={tmp_path / 'runs'} {QUICK} generation.max_new_tokens=64",
         EXAMPLES,
     )
     info = cluster.until_ended(job)
@@ -123,8 +149,6 @@ def running(
 
 
 def status_of(cluster: JobCluster, run: str | Path) -> RunStatus:
-    import msgspec
-
     asked = cluster.run("areal-ray", "status", run, "--json")
     assert asked.returncode == 0, asked.stderr
     return msgspec.json.decode(asked.stdout, type=RunStatus)
@@ -149,7 +173,7 @@ def test_it_is_looked_at_and_told_things_from_another_shell(
     assert "paused" in next(a.report.shown for a in paused.actors if a.report.who == "controller")
     resumed = cluster.run("areal-ray", "resume", directory)
     assert resumed.stdout == "areal-ray: resumed\n"
-    cluster.until(lambda: status_of(cluster, directory).step.step > paused.step.step, job)
+    cluster.until(lambda: step_records(directory)[-1]["step"] > paused.step.step, job)
 
     grown = cluster.run("areal-ray", "resize", "2", directory)
     assert grown.stdout == "areal-ray: 2 engines\n", grown.stderr
