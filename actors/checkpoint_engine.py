@@ -134,6 +134,9 @@ class CheckpointEngineManager:
             self._telemetry.event("warning", lost.cause, who=lost.name)
         return UpdateReport(outcome=outcome, loop=self._telemetry.loop())
 
+    async def close(self) -> None:
+        await self._telemetry.close()
+
 
 class _Trainer:
     """The trainer as a transaction sees it."""

@@ -41,6 +41,7 @@ from areal_ray.data.tokenizer import PromptTokenizer
 from areal_ray.deadlines import within
 from areal_ray.errors import PlacementError
 from areal_ray.observability.actor_report import RunFacts
+from areal_ray.observability.run_status import ActorSpans
 from areal_ray.placement import Reservation, engine_plan, reserve
 from areal_ray.types import Prompt, WeightVersion
 from areal_ray.weights.transaction import LostEngine
@@ -75,6 +76,8 @@ class Crew:
         self.monitor = members.monitor
         self.phase = "starting"
         """What the run is at, in its own words."""
+        self.last_spans: list[ActorSpans] = []
+        """What each has done at the end, once all are closed."""
         self.telemetry = Telemetry(
             "run",
             monitor=members.monitor_address,
@@ -279,7 +282,7 @@ class Crew:
     async def close(self) -> None:
         """Ask all to let go of what they hold; then end them, whether they did or not."""
         await self.telemetry.close()
-        await self._members.close()
+        self.last_spans = await self._members.close()
 
     def kill(self) -> None:
         self.telemetry.stop()

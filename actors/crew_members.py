@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import ray
@@ -36,7 +37,10 @@ from areal_ray.actors.trainer_rank import TrainerRank
 from areal_ray.actors.trajectory_queue import TrajectoryQueue
 from areal_ray.config import Config
 from areal_ray.deadlines import within
+from areal_ray.observability.run_status import ActorSpans
 from areal_ray.placement import Reservation, Slot
+
+T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 10.0
 """For each of the rounds in which actors are asked to let go: then they are ended."""
@@ -134,18 +138,22 @@ class CrewMembers:
         if self.monitor is not None:
             await _closed(self.monitor.forget.remote(name))
 
-    async def close(self) -> None:
-        """Ask all to let go of what they hold; then end them, whether they did or not."""
+    async def close(self) -> list[ActorSpans]:
+        """Ask all to let go of what they hold; then end them, whether they did or not. Returns what
+        they have done at the end."""
         # First, or it would mend what is being taken apart.
         await _closed(self.controller.close.remote())
         try:
+            others = (*self.engines.values(), *self.workers.values(), *self.other_ranks)
             await _closed(
-                *(engine.close.remote() for engine in self.engines.values()),
-                *(worker.close.remote() for worker in self.workers.values()),
-                self.trainer.close.remote(),
+                *(one.close.remote() for one in (self.trainer, self.manager, *others)),
+                self.queue.end.remote(),
             )
-            if self.monitor is not None:  # last: it hears the others' last words
-                await _closed(self.monitor.close.remote())
+            if self.monitor is None:
+                return []
+            # Last: it hears the others' last words.
+            told = await _closed(self.monitor.close.remote())
+            return told[0] if told else []
         finally:
             self.kill()
 
@@ -206,8 +214,8 @@ class CrewMembers:
         return {"name": f"{self.run}/{name}", "namespace": self._namespace}
 
 
-async def _closed(*calls: Awaitable[object]) -> None:
-    """All of them have ended, or their time has."""
+async def _closed(*calls: Awaitable[T]) -> list[T]:
+    """All of them have ended, or their time has. Returns what came of those that did not fail."""
     outcomes = await asyncio.gather(
         *(within(CLOSE_TIMEOUT_S, call, who="an actor", doing="its shutdown") for call in calls),
         return_exceptions=True,
@@ -215,3 +223,4 @@ async def _closed(*calls: Awaitable[object]) -> None:
     for outcome in outcomes:
         if isinstance(outcome, Exception):
             logs.debug("while closing: {}", outcome)
+    return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]

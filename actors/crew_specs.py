@@ -138,6 +138,7 @@ def monitor_spec(config: Config, run_dir: Path) -> MonitorSpec:
         directory=str(run_dir),
         timeline=str(run_dir / TIMELINE),
         steps=config.steps,
+        trace_s=config.observability.trace_s,
     )
 
 

@@ -35,6 +35,8 @@ class MonitorSpec(msgspec.Struct, frozen=True):
     directory: str
     timeline: str
     steps: int
+    trace_s: float
+    """How much of its end everybody tells with his last word."""
 
 
 @ray.remote(max_concurrency=1024)
@@ -49,6 +51,8 @@ class RunMonitor:
         self._cant_write = False
         self._gathering = asyncio.Lock()
         self._spans: SpanCollection | None = None
+        self._last_spans: dict[str, ActorSpans] = {}
+        """Of those who have said their last word, and have not left the run before its end."""
         self._orders: dict[int, Order] = {}
         """Those that are not answered yet."""
         # Later than any of a monitor before this one: the run asks for what came after its last.
@@ -67,11 +71,17 @@ class RunMonitor:
         cell = news[-1] if news and isinstance(news[-1], ActivityRecord) else None
         self._metrics.hear(report, cell)
         self._write(news)
-        if self._spans is None:
-            return None
-        wanted = self._spans.take(report)
-        self._changed.notify()
+        wanted = self._take_leave(report) if report.is_last else None
+        if self._spans is not None:
+            wanted = self._spans.take(report) or wanted
+            self._changed.notify()
         return wanted
+
+    def _take_leave(self, report: ActorReport) -> SpansWanted | None:
+        if report.spans is not None:
+            self._last_spans[report.who] = ActorSpans(report.who, report.shown, report.spans)
+            return None
+        return SpansWanted(report.at - self._spec.trace_s) if self._spec.trace_s else None
 
     async def status(self) -> RunStatus:
         return self._board.status()
@@ -120,6 +130,7 @@ class RunMonitor:
     async def forget(self, who: str) -> None:
         """It has left the run."""
         self._board.forget(who)
+        self._last_spans.pop(who, None)
 
     def _write(self, news: list[TimelineRecord]) -> None:
         try:
@@ -130,6 +141,8 @@ class RunMonitor:
             self._cant_write = True
             logs.warning("timeline.jsonl ends here: {}", described(error))
 
-    async def close(self) -> None:
-        """All that was heard is in the file, when this returns."""
+    async def close(self) -> list[ActorSpans]:
+        """All that was heard is in the file, when this returns. It returns what everybody has done
+        at the end."""
         await asyncio.to_thread(self._timeline.close)
+        return list(self._last_spans.values())

@@ -114,11 +114,13 @@ class Telemetry:
         return telling
 
     async def close(self) -> None:
-        """With a last word, if somebody hears it."""
+        """With a last word, if somebody hears it, and the spans that are then wanted."""
         if (telling := self.stop()) is not None:
             await asyncio.gather(telling, return_exceptions=True)
             try:
-                await self._tell(LAST_WORD_TIMEOUT_S, is_last=True)
+                wanted = await self._tell(LAST_WORD_TIMEOUT_S, is_last=True)
+                if wanted is not None:
+                    await self._tell(LAST_WORD_TIMEOUT_S, spans_since=wanted.since, is_last=True)
             except Exception as error:  # noqa: BLE001 - what ends must end, heard or not
                 logs.debug("{}: its last word was not heard: {}", self._who, described(error))
 

@@ -225,6 +225,9 @@ class FirstRank(Rank):
 class TrainerRank(Rank):
     """Any rank but the first."""
 
+    async def close(self) -> None:
+        await self.telemetry.close()
+
 
 async def together(first: Awaitable[T], others: Sequence[Awaitable[object]]) -> T:
     """What the first rank gives, once all ranks are through.

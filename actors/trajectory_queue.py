@@ -265,6 +265,10 @@ class TrajectoryQueue:
         self._closed = True
         self._changed.notify()
 
+    async def end(self) -> None:
+        """The run is over."""
+        await self._telemetry.close()
+
     async def _take_over(self, worker: ActorHandle, summaries: Sequence[GroupSummary]) -> None:
         chunks = _chunks(summaries)
         try:

@@ -46,7 +46,7 @@ from areal_ray.placement.job import stop_warning
 from areal_ray.plugins import load_function, pack
 from areal_ray.rewards import Reward
 from areal_ray.session import Ending, Session
-from areal_ray.sights import Sights, leave_report
+from areal_ray.sights import Sights, keep_trace, leave_report
 from areal_ray.stopping import StopRequested, StopSignals
 from areal_ray.types import Prompt
 from areal_ray.weights.memory import staging_memory
@@ -266,6 +266,7 @@ class Run:
         if self._resumed is not None:
             await asyncio.to_thread(crew.checkpointing.store.forget_after, self._resumed.step)
             view.phase(f"going on from {self._resumed.directory}")
+        ending.push_async_callback(keep_trace, crew, files.directory)
         ending.push_async_exit(crew)
         sights = Sights(config, files.directory)
         ending.push_async_exit(sights)

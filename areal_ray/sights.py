@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from areal_ray import logs
 from areal_ray.config import Config
-from areal_ray.deadlines import within
 from areal_ray.errors import described
 from areal_ray.observability.chrome_trace import write_trace
 from areal_ray.observability.ending import RunEnd, write_end
@@ -23,22 +22,17 @@ if TYPE_CHECKING:
     from areal_ray.actors.crew import Crew
 
 TRACE = "trace.json"
-TRACE_TIMEOUT_S = 10.0
 
 
 class Sights:
-    """Closed before the crew is: its actors are asked for the trace of the run's end."""
-
     def __init__(self, config: Config, directory: Path) -> None:
         self._config = config.observability
         self._directory = directory
         self._live: LiveReport | None = None
-        self._crew: Crew | None = None
         self.report_url = ""
 
     async def show(self, crew: Crew, ray_address: str) -> None:
         """From now on others can find the run, by its directory, and see how it does."""
-        self._crew = crew
         try:
             if self._config.live_report:
                 self._live = LiveReport(self._directory)
@@ -52,27 +46,19 @@ class Sights:
     async def __aenter__(self) -> Sights:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        is_to_end_at_once = kind is not None and issubclass(kind, asyncio.CancelledError)
-        if not is_to_end_at_once:
-            await self._keep_trace()
+    async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(withdraw, self._directory)
         if self._live is not None:
             await asyncio.to_thread(self._live.close)
 
-    async def _keep_trace(self) -> None:
-        if self._crew is None or self._crew.monitor is None or not self._config.trace_s:
-            return
-        try:
-            spans = await within(
-                TRACE_TIMEOUT_S,
-                self._crew.monitor.spans.remote(time.time() - self._config.trace_s),
-                who="the monitor",
-                doing="gathering a trace",
-            )
-            await asyncio.to_thread(write_trace, self._directory / TRACE, spans)
-        except Exception as error:  # noqa: BLE001 - the run's end must not depend on it
-            logs.warning("the trace was not written: {}", described(error))
+
+async def keep_trace(crew: Crew, directory: Path) -> None:
+    """Once the crew is closed."""
+    try:
+        if crew.last_spans:
+            await asyncio.to_thread(write_trace, directory / TRACE, crew.last_spans)
+    except OSError as error:
+        logs.warning("the trace was not written: {}", described(error))
 
 
 def leave_report(directory: Path, how: str, error: BaseException | None = None) -> None:

@@ -132,7 +132,7 @@ def spent_s(work: Callable[[], object]) -> float:
 @asynccontextmanager
 async def monitor() -> AsyncIterator[ActorHandle]:
     with tempfile.TemporaryDirectory() as directory:
-        spec = MonitorSpec("parts", directory, str(Path(directory) / "timeline.jsonl"), steps=1)
+        spec = MonitorSpec("parts", directory, str(Path(directory) / "timeline.jsonl"), 1, 60.0)
         actor = RunMonitor.options(
             name=ADDRESS.name, namespace=ADDRESS.namespace, num_cpus=0
         ).remote(spec)

@@ -24,7 +24,7 @@ from areal_ray.observability.records import EvaluationRecord
 from areal_ray.observability.run_status import ActorStatus, RunStatus
 from areal_ray.observability.timeline import ActivityRecord, EventRecord, read_timeline
 from areal_ray.tasks import guarded
-from tests.rehearsing import LiveThrough, RehearsedCrew, busy_crew, kill, lasting
+from tests.rehearsing import LiveThrough, RehearsedCrew, busy_crew, kill, lasting, run
 
 EVERYBODY = {"run", "engine-0", "engine-1", "trainer", "controller", "queue", "manager", "worker-0"}
 
@@ -102,6 +102,27 @@ def test_a_trace_has_what_each_did(live_through: LiveThrough) -> None:
         assert named["run"] >= {"step", "weight update"}
 
     live_through(scenario)
+
+
+def test_the_last_words_are_a_trace_of_the_end(
+    ray_cluster: None, tiny_model: Path, tmp_path: Path
+) -> None:
+    rehearsal = RehearsedCrew(tiny_model, tmp_path, generation={"engines": 2})
+
+    async def scenario() -> None:
+        async with rehearsal as crew:
+            await crew.steps(2)
+            await crew.crew.resize(1)
+
+    run(scenario())
+    named = {one.who: {span.name for span in one.spans} for one in rehearsal.crew.last_spans}
+    # Of those who were there: one engine had left.
+    assert named.keys() == EVERYBODY - {"engine-1"}
+    assert named["engine-0"] >= {"generate", "stage", "commit"}
+    assert named["worker-0"] >= {"episode", "generation", "reward", "wait for the queue"}
+    assert named["queue"] == {"queue wait"}
+    assert named["manager"] >= {"weight update"}
+    assert named["run"] >= {"step", "weight update"}
 
 
 def test_it_is_paused_resumed_and_resized_from_outside(live_through: LiveThrough) -> None:
