@@ -148,4 +148,7 @@ def root_cause(error: BaseException) -> BaseException:
 def described(error: BaseException) -> str:
     """The root cause in a line or two, without a traceback."""
     cause = root_cause(error)
-    return f"{type(cause).__name__}: {cause}"
+    told = str(cause)
+    if type(cause).__module__.startswith("ray."):  # who lists what it knows, line by line
+        told = " ".join(told.split())
+    return f"{type(cause).__name__}: {told}"

@@ -13,6 +13,7 @@ from contextvars import ContextVar
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ray.exceptions import RaySystemError
 
 from areal_ray.deadlines import within
 from areal_ray.errors import ArealRayError, DeadlineExceeded, EngineError, described
@@ -933,4 +934,11 @@ def test_the_root_cause_is_found_under_its_wrappings() -> None:
     remote.cause = inner
     assert described(ExceptionGroup("several", [remote])) == (
         "EngineError: engine-1 failed: out of memory"
+    )
+
+
+def test_what_ray_tells_line_by_line_is_told_in_one() -> None:
+    died = RaySystemError("the actor died\n\tclass_name: TrainerActor\n\tpid: 17")
+    assert described(died) == (
+        "RaySystemError: System error: the actor died class_name: TrainerActor pid: 17"
     )
