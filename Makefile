@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+WITHOUT_ACTORS := $(VENV)/tests_without_actors.log
 
 TORCH := torch==2.13.0
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
@@ -13,8 +14,14 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 demo: $(READY)
 	$(BIN)/areal-ray train examples/arithmetic.yaml
 
+# Tests without actors keep one core busy; those with actors mostly wait for processes.
 test: $(READY) check browser
-	$(BIN)/pytest
+	@$(BIN)/pytest -m "not actors and not vllm" >$(WITHOUT_ACTORS) 2>&1 & beside=$$!; \
+	trap 'kill $$beside; exit 130' INT; \
+	$(BIN)/pytest -m "actors or vllm"; with=$$?; \
+	wait $$beside; without=$$?; \
+	cat $(WITHOUT_ACTORS); \
+	test $$with = 0 && test $$without = 0
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -42,6 +49,7 @@ $(READY): pyproject.toml setup.cfg
 		|| $(BIN)/pip install --quiet "$(TORCH)" --index-url $(TORCH_CPU_INDEX)
 	$(BIN)/pip install --quiet --editable ".[cpu,dev]"
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	$(BIN)/python -m compileall -q areal_ray actors placement
 	touch $(READY)
 
 clean:

@@ -27,6 +27,12 @@ def pytest_collection_finish() -> None:
         torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "ray_cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.actors)
+
+
 @pytest.fixture(scope="session")
 def arithmetic() -> ModuleType:
     """examples/arithmetic.py as a module."""

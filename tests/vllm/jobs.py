@@ -33,6 +33,13 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+def of_a_run(marked: MarkedProcesses) -> dict[int, str]:
+    """Processes that a run starts, and a cluster does not."""
+    kinds = ("GenerationActor", "Trainer", "Rollout", "RunMonitor")
+    starts = ("VLLM::", *(f"ray::{kind}" for kind in kinds))
+    return {pid: name for pid, name in marked.alive().items() if name.startswith(starts)}
+
+
 class JobCluster:
     """A cluster that somebody started with `ray start`, and a shell beside it."""
 
@@ -113,9 +120,9 @@ def job_cluster(marked: MarkedProcesses, log: Path) -> Iterator[JobCluster]:
     with log.open("wb") as said:
         head = subprocess.Popen(
             [
-                *(BIN / "ray", "start", "--head", "--block", "--num-cpus=2", f"--port={port}"),
+                *(BIN / "ray", "start", "--head", "--block", f"--port={port}"),
                 *("--include-dashboard=true", f"--dashboard-port={dashboard}"),
-                f"--dashboard-agent-listen-port={free_port()}",
+                *(f"--dashboard-agent-listen-port={free_port()}", "--num-cpus=2"),
             ],
             env=environment,
             stdout=said,

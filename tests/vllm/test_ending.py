@@ -1,6 +1,7 @@
 """However a run ends: the exit code tells, the last screen says why, no process stays behind.
 
-One Ctrl-C is in test_chaos.py, where a run that was hard to kill ends by it.
+One Ctrl-C is in test_chaos.py, where a run that was hard to kill ends by it; a trainer that dies
+for good, and a run that is told to stop, are in test_job_submit.py.
 """
 
 from __future__ import annotations
@@ -46,19 +47,6 @@ def test_ctrl_c_while_everything_starts_ends_it(train, marked_processes) -> None
     time.sleep(5.0)  # into the middle of the engine's start
     os.kill(training.pid, signal.SIGINT)
     assert training.wait(timeout_s=60.0) == 128 + signal.SIGINT, training.output
-    assert wait_until_empty(marked_processes.alive) == {}
-
-
-def test_without_checkpoints_a_killed_trainer_ends_the_run_with_its_name(
-    train, marked_processes
-) -> None:
-    training = train(*QUICK, "checkpoint.every=0")
-    training.read_until("step 3/")
-    (pid,) = marked_processes.named("ray::TrainerActor")
-    os.kill(pid, signal.SIGKILL)
-    assert training.wait(timeout_s=90.0) == 1, training.output
-    last = training.output[training.output.rindex("areal-ray: the run failed: ") :]
-    assert "trainer" in last
     assert wait_until_empty(marked_processes.alive) == {}
 
 

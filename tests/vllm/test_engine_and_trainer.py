@@ -7,12 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import ray
 import torch
 
+from areal_ray.actors.generation import GenerationActor
 from areal_ray.errors import EngineError, WeightUpdateError, root_cause
 from areal_ray.training.model import CausalModel
 from areal_ray.training.packing import LearnedSequence, pack
 from areal_ray.types import Completion, GenerationRequest, GenerationResult, Sampling
+from tests.vllm.conftest import engine_spec
 
 
 def requests(prefix: str, count: int, sampling: Sampling, n: int = 4) -> list[GenerationRequest]:
@@ -131,6 +134,17 @@ def test_a_request_that_the_engine_refuses_is_told_with_its_name(live) -> None:
         generate(live, [asked])
     assert str(root_cause(refused.value)).startswith("engine-0 failed: ")
     assert "100" in str(root_cause(refused.value))
+
+
+def test_an_engine_that_can_t_hold_an_answer_tells_what_it_can(live, tiny_model: Path) -> None:
+    spec = engine_spec("small", tiny_model, max_new_tokens=64)
+    engine = GenerationActor.options(num_cpus=0).remote(spec)
+    with pytest.raises(EngineError) as refused:
+        live.run(engine.start.remote())
+    ray.kill(engine)
+    assert str(root_cause(refused.value)).startswith(
+        "generation.max_new_tokens: expected less than 64, "
+    )
 
 
 def test_an_update_that_fails_leaves_the_old_version_serving_and_the_next_one_works(live) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from areal_ray.observability.records import RolloutRecord, StepRecord
 from areal_ray.observability.run_status import RunStatus
 from areal_ray.types import NOT_GENERATED
 from tests.conftest import MarkedProcesses
-from tests.vllm.jobs import JobCluster, job_cluster
+from tests.vllm.jobs import JobCluster, job_cluster, of_a_run
 from tests.vllm.training import EXAMPLES, step_records, wait_until_empty
 
 QUICK = (
@@ -51,12 +52,6 @@ def cluster(
     with job_cluster(marked, tmp_path_factory.mktemp("cluster") / "head.log") as cluster:
         cluster.until_it_answers()
         yield cluster
-
-
-def of_a_run(marked: MarkedProcesses) -> dict[int, str]:
-    """Processes that a run starts, and the cluster does not."""
-    kinds = ("VLLM::", "ray::GenerationActor", "ray::Trainer", "ray::Rollout", "ray::RunMonitor")
-    return {pid: name for pid, name in marked.alive().items() if name.startswith(kinds)}
 
 
 @pytest.fixture(scope="module")
@@ -114,19 +109,19 @@ def test_its_episodes_had_two_turns(submitted: Path) -> None:
         assert sample.reward in (0.0, 0.5)
 
 
-def test_a_job_that_fails_is_failed_and_tells_the_cause(
+def test_a_job_that_fails_is_failed_tells_the_cause_and_leaves_no_process(
     cluster: JobCluster, marked: MarkedProcesses, tmp_path: Path
 ) -> None:
-    # More than the model can hold, which only its engine knows.
     job = cluster.submit(
-        f"python arithmetic.py runs_dir={tmp_path / 'runs'} {QUICK} generation.max_new_tokens=64",
-        EXAMPLES,
+        f"python arithmetic.py runs_dir={tmp_path} {QUICK} checkpoint.every=0", EXAMPLES
     )
+    cluster.until(lambda: len(step_records(tmp_path / "arithmetic")) >= 3, job)
+    (trainer,) = marked.named("ray::TrainerActor")
+    os.kill(trainer, signal.SIGKILL)  # with no checkpoint that it could go on from
     info = cluster.until_ended(job)
     assert (info["status"], info["driver_exit_code"]) == ("FAILED", 1)
     last = info["message"].rstrip().splitlines()[-1]
-    assert last.startswith("areal-ray: the run failed: EngineError: generation.max_new_tokens: ")
-    assert "expected less than 64" in last
+    assert last.startswith("areal_ray.errors.TrainerLost: the trainer ")
     assert wait_until_empty(lambda: of_a_run(marked)) == {}
 
 
@@ -168,13 +163,15 @@ def test_it_is_looked_at_and_told_things_from_another_shell(
     assert told["engine-0"].startswith("GenerationActor[engine-0 v")
     assert told["trainer"].startswith("TrainerActor[trainer v")
 
+    traced = cluster.run("areal-ray", "trace", directory, "--out", tmp_path / "trace.json")
+    assert traced.returncode == 0, traced.stderr
+    events = json.loads((tmp_path / "trace.json").read_bytes())["traceEvents"]
+    spans = {event["name"] for event in events if event["ph"] == "X"}
+    assert spans >= {"generate", "reward", "queue wait", "train", "stage", "commit"}
+
     assert cluster.run("areal-ray", "pause", directory).returncode == 0
     paused = cluster.until(lambda: (s := status_of(cluster, directory)) and _ran_dry(s) and s, job)
     assert "paused" in next(a.report.shown for a in paused.actors if a.report.who == "controller")
-    resumed = cluster.run("areal-ray", "resume", directory)
-    assert resumed.stdout == "areal-ray: resumed\n"
-    cluster.until(lambda: step_records(directory)[-1]["step"] > paused.step.step, job)
-
     grown = cluster.run("areal-ray", "resize", "2", directory)
     assert grown.stdout == "areal-ray: 2 engines\n", grown.stderr
     assert cluster.run("areal-ray", "resize", "1", directory).returncode == 0
@@ -183,11 +180,9 @@ def test_it_is_looked_at_and_told_things_from_another_shell(
     assert "expected at least generation.min_engines" in refused.stderr
     assert cluster.run("areal-ray", "status", "nobody").returncode == 2
 
-    traced = cluster.run("areal-ray", "trace", directory, "--out", tmp_path / "trace.json")
-    assert traced.returncode == 0, traced.stderr
-    events = json.loads((tmp_path / "trace.json").read_bytes())["traceEvents"]
-    spans = {event["name"] for event in events if event["ph"] == "X"}
-    assert spans >= {"generate", "reward", "queue wait", "train", "stage", "commit"}
+    resumed = cluster.run("areal-ray", "resume", directory)
+    assert resumed.stdout == "areal-ray: resumed\n"
+    cluster.until(lambda: step_records(directory)[-1]["step"] > paused.step.step, job)
 
 
 def _ran_dry(status: RunStatus) -> bool:

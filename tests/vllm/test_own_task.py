@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import runpy
 from pathlib import Path
+
+import pytest
 
 REPO = Path(__file__).parents[2]
 
@@ -17,22 +17,20 @@ def test_the_readme_shows_the_example_as_it_is() -> None:
     assert len(shown.splitlines()) < 20
 
 
-def test_one_s_own_model_data_and_reward_train(tiny_model: Path, tmp_path: Path) -> None:
+def test_one_s_own_model_data_and_reward_train(
+    ray_cluster: None,
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
     script = (REPO / "examples" / "own_task.py").read_text()
     script = script.replace("Qwen/Qwen2.5-0.5B-Instruct", str(tiny_model))
     script = script.replace('name="own-task",', 'name="own-task", steps=2,')
     script = script.replace("max_new_tokens=64", "max_new_tokens=16")
     script = script.replace('f"{a} times {b} is"', 'f"{a}{b}="')
     (tmp_path / "own_task.py").write_text(script)
-    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-    done = subprocess.run(
-        [sys.executable, "own_task.py"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "areal-ray: all steps done after 2 steps" in done.stdout
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path("own_task.py", run_name="__main__")
+    assert "areal-ray: all steps done after 2 steps" in capsys.readouterr().out
     assert (tmp_path / "runs" / "own-task" / "model" / "config.json").is_file()
