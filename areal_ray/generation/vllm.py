@@ -215,8 +215,10 @@ class VllmEngine:
     async def close(self) -> None:
         llm, self._llm = self._llm, None
         if llm is not None:
-            # It has nothing to save, and takes seconds to end by itself.
-            await asyncio.to_thread(llm.shutdown, timeout=0)
+            # By itself it takes seconds to end: for nothing, if it has no workers with which it
+            # shares memory.
+            grace_s = 0 if self._spec.tensor_parallel == 1 else None
+            await asyncio.to_thread(llm.shutdown, timeout=grace_s)
 
     @property
     def _engine(self) -> AsyncLLM:
