@@ -8,7 +8,6 @@ the queue is reopened by it, and the controller itself is attached again from he
 from __future__ import annotations
 
 import asyncio
-import pickle
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -37,7 +36,6 @@ from areal_ray.actors.trajectory_queue import QueueStatus
 from areal_ray.actors.try_outs import TryOuts
 from areal_ray.checkpoints import Checkpoint
 from areal_ray.config import Config
-from areal_ray.data.tokenizer import PromptTokenizer
 from areal_ray.deadlines import within
 from areal_ray.errors import PlacementError
 from areal_ray.observability.actor_report import RunFacts
@@ -54,7 +52,7 @@ class Crew:
         task: Task,
         *,
         model_path: str,
-        tokenizer: PromptTokenizer,
+        packed_tokenizer: bytes,
         run_dir: Path,
         seats: Reservation,
         rehearsal: Rehearsal | None = None,
@@ -64,7 +62,7 @@ class Crew:
         self._config = config
         self._resumed = resumed
         self._task = task
-        self._packed_tokenizer = pickle.dumps(tokenizer)
+        self._packed_tokenizer = packed_tokenizer
         self._prompts: ray.ObjectRef | None = None
         self._has_started = False
         self._resizing = asyncio.Lock()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,13 +152,17 @@ def update_timeout_s(config: Config) -> float:
     return attempts * (attempt_s + weights.timeout_s)
 
 
-def tokenizer_of(config: Config, model_path: str) -> PromptTokenizer:
-    """Blocks, for seconds at first."""
-    return PromptTokenizer(
+def pack_tokenizer(config: Config, model_path: str) -> bytes:
+    """For the workers. Blocks, for seconds at first."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # it would be drawn across the live view
+    tokenizer = PromptTokenizer(
         model_path,
         trust_remote_code=config.model.trust_remote_code,
         max_tokens=config.data.max_prompt_tokens,
     )
+    return pickle.dumps(tokenizer)
 
 
 def worker_spec(config: Config, task: Task, packed_tokenizer: bytes) -> WorkerSpec:

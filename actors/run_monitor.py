@@ -71,11 +71,11 @@ class RunMonitor:
         cell = news[-1] if news and isinstance(news[-1], ActivityRecord) else None
         self._metrics.hear(report, cell)
         self._write(news)
-        wanted = self._take_leave(report) if report.is_last else None
+        wanted = [self._take_leave(report)] if report.is_last else []
         if self._spans is not None:
-            wanted = self._spans.take(report) or wanted
+            wanted.append(self._spans.take(report))
             self._changed.notify()
-        return wanted
+        return min(filter(None, wanted), key=lambda one: one.since, default=None)
 
     def _take_leave(self, report: ActorReport) -> SpansWanted | None:
         if report.spans is not None:

@@ -33,7 +33,7 @@ T = TypeVar("T")
 TELL_EVERY_S = 2.0
 """Most of what seeing a run costs is this call and its hearing: half as often costs half."""
 TELL_TIMEOUT_S = 10.0
-LAST_WORD_TIMEOUT_S = 2.0
+LAST_WORD_TIMEOUT_S = 4.0
 MAX_UNTOLD = 1000
 """Events and records that are kept, each, while nobody hears them."""
 

@@ -149,6 +149,7 @@ def described(error: BaseException) -> str:
     """The root cause in a line or two, without a traceback."""
     cause = root_cause(error)
     told = str(cause)
-    if type(cause).__module__.startswith("ray."):  # who lists what it knows, line by line
+    # Ray lists what it knows, line by line.
+    if type(cause).__module__.startswith("ray.") and "Traceback" not in told:
         told = " ".join(told.split())
     return f"{type(cause).__name__}: {told}"

@@ -20,7 +20,7 @@ import msgspec
 import ray
 
 from areal_ray.actors.crew import Crew
-from areal_ray.actors.crew_specs import Task, tokenizer_of
+from areal_ray.actors.crew_specs import Task, pack_tokenizer
 from areal_ray.actors.watching import MonitorView
 from areal_ray.algorithms import Algorithm
 from areal_ray.checkpoints import (
@@ -241,7 +241,7 @@ class Run:
         connecting = asyncio.create_task(asyncio.to_thread(connect, self._config))
         ending.push_async_callback(_leave, connecting, view)
         model_path = await asyncio.to_thread(self._make_model, files.base_model)
-        tokenizer = await asyncio.to_thread(tokenizer_of, self._config, model_path)
+        packed_tokenizer = await asyncio.to_thread(pack_tokenizer, self._config, model_path)
         cluster = await asyncio.shield(connecting)
         if warning := stop_warning():
             view.warn(warning)
@@ -258,7 +258,7 @@ class Run:
             config,
             self.task,
             model_path=model_path,
-            tokenizer=tokenizer,
+            packed_tokenizer=packed_tokenizer,
             run_dir=files.directory,
             seats=seats,
             resumed=self._resumed,

@@ -57,7 +57,7 @@ async def keep_trace(crew: Crew, directory: Path) -> None:
     try:
         if crew.last_spans:
             await asyncio.to_thread(write_trace, directory / TRACE, crew.last_spans)
-    except OSError as error:
+    except Exception as error:  # noqa: BLE001 - the run's end must not depend on it
         logs.warning("the trace was not written: {}", described(error))
 
 

@@ -30,7 +30,7 @@ from ray.actor import ActorHandle
 
 from areal_ray import Completion, Prompt
 from areal_ray.actors.crew import Crew
-from areal_ray.actors.crew_specs import Task, tokenizer_of
+from areal_ray.actors.crew_specs import Task, pack_tokenizer
 from areal_ray.actors.rehearsal import Rehearsal
 from areal_ray.actors.telemetry import Telemetry
 from areal_ray.config import Config, resolve
@@ -143,7 +143,7 @@ async def started_crew(
                 config,
                 task,
                 model_path=str(model),
-                tokenizer=tokenizer_of(config, str(model)),
+                packed_tokenizer=pack_tokenizer(config, str(model)),
                 run_dir=Path(run_dir),
                 seats=seats,
                 rehearsal=rehearsal,

@@ -15,7 +15,7 @@ import pytest
 from ray.actor import ActorHandle
 
 from areal_ray.actors.crew import Crew
-from areal_ray.actors.crew_specs import Task, tokenizer_of
+from areal_ray.actors.crew_specs import Task, pack_tokenizer
 from areal_ray.actors.rehearsal import PacedReport, Rehearsal
 from areal_ray.checkpoints import Checkpoint
 from areal_ray.config import resolve
@@ -109,7 +109,7 @@ class RehearsedCrew:
             self.config,
             self.task,
             model_path=str(self._model),
-            tokenizer=tokenizer_of(self.config, str(self._model)),
+            packed_tokenizer=pack_tokenizer(self.config, str(self._model)),
             run_dir=self.run_dir,
             seats=self._seats,
             rehearsal=Rehearsal(engine=self._engine, step_s=self._step_s),

@@ -942,3 +942,5 @@ def test_what_ray_tells_line_by_line_is_told_in_one() -> None:
     assert described(died) == (
         "RaySystemError: System error: the actor died class_name: TrainerActor pid: 17"
     )
+    told = "it raised\nTraceback (most recent call last):\n  File ..."
+    assert described(RaySystemError(told)).endswith(told)

@@ -41,7 +41,8 @@ class PromptTokenizer:
         """One whose code came with the model, or that is written in Python, is loaded again where
         it is sent to."""
         kind = type(self._tokenizer)
-        can_be_sent = self._tokenizer.is_fast and kind.__module__.startswith("transformers.")
+        is_fast = getattr(self._tokenizer, "is_fast", False)  # which not every kind has
+        can_be_sent = is_fast and kind.__module__.startswith("transformers.")
         return self.__dict__ | ({} if can_be_sent else {"_tokenizer": None})
 
     def __setstate__(self, state: dict[str, object]) -> None:

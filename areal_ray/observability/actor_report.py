@@ -92,7 +92,7 @@ class ActorReport(msgspec.Struct, frozen=True):
     records: list[Record] = []
     """Steps and evaluations since then; the driver tells them."""
     is_last: bool = False
-    """Nothing more will come of this process."""
+    """Nothing more will come of this process, but the spans that it is then asked for."""
     spans: list[Span] | None = None
     """If it was asked for them."""
 

@@ -47,7 +47,7 @@ class LiveCrew:
 
     def __init__(self, tiny_model: Path, run_dir: Path, task) -> None:
         from areal_ray.actors.crew import Crew
-        from areal_ray.actors.crew_specs import tokenizer_of
+        from areal_ray.actors.crew_specs import pack_tokenizer
         from areal_ray.config import resolve
         from areal_ray.config_file import from_mapping
         from areal_ray.placement import plan, reserve
@@ -72,7 +72,7 @@ class LiveCrew:
             self.config,
             task,
             model_path=str(tiny_model),
-            tokenizer=tokenizer_of(self.config, str(tiny_model)),
+            packed_tokenizer=pack_tokenizer(self.config, str(tiny_model)),
             run_dir=run_dir,
             seats=self._seats,
         )

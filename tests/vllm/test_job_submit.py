@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import urllib.request
 from collections.abc import Iterator
@@ -121,7 +122,7 @@ def test_a_job_that_fails_is_failed_tells_the_cause_and_leaves_no_process(
     info = cluster.until_ended(job)
     assert (info["status"], info["driver_exit_code"]) == ("FAILED", 1)
     last = info["message"].rstrip().splitlines()[-1]
-    assert last.startswith("areal_ray.errors.TrainerLost: the trainer ")
+    assert re.match(r"areal_ray\.errors\.Trainer(Lost|Away): the trainer ", last), last
     assert wait_until_empty(lambda: of_a_run(marked)) == {}
 
 
