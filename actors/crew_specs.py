@@ -154,9 +154,6 @@ def update_timeout_s(config: Config) -> float:
 
 def pack_tokenizer(config: Config, model_path: str) -> bytes:
     """For the workers. Blocks, for seconds at first."""
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()  # it would be drawn across the live view
     tokenizer = PromptTokenizer(
         model_path,
         trust_remote_code=config.model.trust_remote_code,

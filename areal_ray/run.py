@@ -240,8 +240,7 @@ class Run:
         view.phase("connecting to Ray")
         connecting = asyncio.create_task(asyncio.to_thread(connect, self._config))
         ending.push_async_callback(_leave, connecting, view)
-        model_path = await asyncio.to_thread(self._make_model, files.base_model)
-        packed_tokenizer = await asyncio.to_thread(pack_tokenizer, self._config, model_path)
+        model_path, packed_tokenizer = await asyncio.to_thread(self._prepare, files.base_model)
         cluster = await asyncio.shield(connecting)
         if warning := stop_warning():
             view.warn(warning)
@@ -279,6 +278,14 @@ class Run:
         view.phase(f"starting {config.generation.engines} engines and the trainer{warmup}{where}")
         await crew.start(view.phase, paused=paused)
         return crew, config
+
+    def _prepare(self, directory: Path) -> tuple[str, bytes]:
+        """The model's path, and its tokenizer as the workers get it."""
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()  # it would be drawn across the live view
+        model_path = self._make_model(directory)
+        return model_path, pack_tokenizer(self._config, model_path)
 
 
 async def _close_after(files: RunFiles, error: BaseException) -> None:
@@ -331,9 +338,6 @@ def _model_factory(config: Config) -> Callable[[Path], str]:
     factory = load_function(config.model.factory)
 
     def make(directory: Path) -> str:
-        from transformers.utils.logging import disable_progress_bar
-
-        disable_progress_bar()  # it would be drawn across the live view
         if (directory / "config.json").is_file():
             return str(directory)  # of the run that is resumed
         directory.mkdir(parents=True)
